@@ -1,0 +1,1 @@
+"""jetflow: tree speculative decoding from plain parts."""
