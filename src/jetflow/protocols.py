@@ -6,7 +6,7 @@ H hidden size, L length of the token history.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -92,12 +92,14 @@ class DraftContext:
         prefix_lens: int64 [B], committed tokens before the root, which is the root's position.
         token_ids: for each row all committed token ids, prompt first, root last.
         max_depth: deepest useful level; more could not be kept within the caller's length limit.
+        mark: call it with the name of a phase ("build") where that phase of the proposal begins, for the time table.
     """
 
     root_tokens: Tensor
     prefix_lens: Tensor
     token_ids: Sequence[Sequence[int]]
     max_depth: int
+    mark: Callable[[str], None] = lambda phase: None
 
 
 class Drafter(Protocol):

@@ -1,0 +1,138 @@
+"""The target's key-value cache for tree verification.
+
+Keys and values of all layers live in one preallocated tensor. Row b holds `lengths[b]` committed tokens; a pass writes its
+tokens behind them, and `commit` moves the accepted ones to the front of that place. Nothing is concatenated.
+
+Dimension key: L layers, B batch, H key-value heads, C capacity in tokens, D head dimension, T new tokens, P path length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+MIN_CAPACITY = 256
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's view of a `TreeCache`, with the interface that transformers' models call."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, layer_idx: int):
+        super().__init__()
+        self._cache = cache
+        self._layer_idx = layer_idx
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the cache is allocated before the first pass."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes new keys and values [B, H, T, D] behind each row's committed tokens; returns all slots in use."""
+        return self._cache.write(self._layer_idx, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the number of keys that a pass over `query_length` tokens sees, and their offset."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Returns the number of committed tokens of the longest row."""
+        return max(self._cache.lengths)
+
+    def get_max_length(self) -> int:
+        """Returns -1: the cache grows when it is asked to."""
+        return -1
+
+
+class TreeCache(Cache):
+    """A preallocated cache with per-row lengths whose commit gathers an accepted tree path in place.
+
+    Args:
+        num_layers: layers L of the target.
+        num_kv_heads: key-value heads H.
+        head_dim: head dimension D of keys and values.
+        batch_size: rows B.
+        capacity: tokens to make room for at once; `reserve` doubles it when more are needed.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(layers=[TreeCacheLayer(self, index) for index in range(num_layers)])
+        shape = (num_layers, 2, batch_size, num_kv_heads, max(capacity, MIN_CAPACITY), head_dim)
+        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = [0] * batch_size
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which each row has room."""
+        return self._storage.shape[4]
+
+    def reset(self) -> None:
+        """Forgets all committed tokens and keeps the memory."""
+        self.lengths = [0] * len(self.lengths)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes sure that every row has room for `num_tokens` tokens behind its committed ones."""
+        needed = max(self.lengths) + num_tokens
+        if needed > self.capacity:
+            shape = list(self._storage.shape)
+            shape[4] = max(needed, 2 * self.capacity)
+            grown = self._storage.new_zeros(shape)
+            grown[..., : self.capacity, :] = self._storage
+            self._storage = grown
+
+    def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes `keys` and `values` [B, H, T, D] behind the committed tokens of each row; returns views of all slots.
+
+        Raises:
+            ValueError: their shape is not that of the cache.
+        """
+        storage = self._storage[layer_idx]
+        batch, heads, new, head_dim = keys.shape
+        expected = (storage.shape[1], storage.shape[2], storage.shape[4])
+        if (batch, heads, head_dim) != expected or values.shape != keys.shape:
+            raise ValueError(
+                f"layer {layer_idx} of the target has keys {list(keys.shape)} and values {list(values.shape)}, but the "
+                f"cache holds batch, heads, head_dim = {expected}; targets whose layers differ in shape are not supported"
+            )
+        end = max(self.lengths) + new
+        if len(set(self.lengths)) == 1:
+            storage[0, :, :, end - new : end] = keys
+            storage[1, :, :, end - new : end] = values
+        else:
+            for row, length in enumerate(self.lengths):
+                storage[0, row, :, length : length + new] = keys[row]
+                storage[1, row, :, length : length + new] = values[row]
+        return storage[0, :, :, :end], storage[1, :, :, :end]
+
+    def advance(self, num_tokens: list[int]) -> None:
+        """Commits the first `num_tokens[b]` tokens of the last pass as they lie."""
+        self.lengths = [length + new for length, new in zip(self.lengths, num_tokens, strict=True)]
+
+    def commit(self, path: Tensor, num_tokens: list[int]) -> None:
+        """Commits the first `num_tokens[b]` nodes of `path` [B, P]: gathers them behind the prefix of their row.
+
+        It gathers by node index; cropping to the first slots would keep rejected siblings.
+        """
+        for row, (length, kept) in enumerate(zip(self.lengths, num_tokens, strict=True)):
+            nodes = path[row, :kept]
+            if nodes.tolist() != list(range(kept)):
+                slots = self._storage[:, :, row].index_select(3, nodes.to(self._storage.device) + length)
+                self._storage[:, :, row, :, length : length + kept] = slots
+        self.advance(num_tokens)

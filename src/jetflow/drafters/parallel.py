@@ -1,0 +1,100 @@
+"""ParallelDrafter: one pass of a block draft head, then a tree expander.
+
+Dimension key: B batch, D draft levels, T block positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetflow import masks
+from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.context_cache import HeadCache
+from jetflow.protocols import DraftContext, TreeExpander
+from jetflow.targets import Target
+from jetflow.trees.expanders import BestFirst
+from jetflow.trees.sources import MarginalSource
+from jetflow.trees.token_tree import TokenTree
+
+
+class ParallelDrafter:
+    """Drafts a whole tree from one pass of a JetFlow or DFlash head.
+
+    Args:
+        head: the draft head, made for `target`.
+        target: the frozen model; its embedding and output embedding are used.
+        expander: how the tree is built from the per-depth laws; the exact best-first tree when absent.
+        width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact.
+
+    Raises:
+        ValueError: head and target differ in vocabulary, width, layers, dtype or device, or `width` is below 1.
+
+    Example:
+        >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, head: BlockDraftHead, target: Target, expander: TreeExpander | None = None, *, width: int | None = None
+    ):
+        if width is not None and width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
+        _check_match(head, target)
+        self.taps = head.config.taps
+        self._head = head
+        self._target = target
+        self._expander = expander or BestFirst()
+        self._width = width
+        self._cache: HeadCache | None = None
+        size = head.config.block_size
+        rule = masks.in_block(causal=head.config.causal, block_size=size, context_len=0)
+        self._in_block_mask = masks.dense(rule, 1, 1, size, size, device=target.device)[0, 0]
+
+    def reset(self, batch_size: int) -> None:
+        """Forgets the context of the last batch."""
+        self._cache = self._head.new_cache(batch_size)
+
+    @torch.no_grad()
+    def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
+        """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] of each row, to the head's context."""
+        assert self._cache is not None, "reset comes before observe"
+        self._head.extend_context(self._cache, features, num_tokens)
+
+    @torch.no_grad()
+    def draft_logits(self, root_tokens: Tensor, depth: int) -> Tensor:
+        """Returns the head's logits float [B, depth, V] for the `depth` positions after `root_tokens` int64 [B]."""
+        assert self._cache is not None, "reset comes before draft_logits"
+        config = self._head.config
+        # In a causal block no position depends on later ones, so those need not be computed.
+        size = depth + 1 if config.causal else config.block_size
+        block = root_tokens.new_full((len(root_tokens), size), config.mask_token_id)
+        block[:, 0] = root_tokens
+        mask = self._in_block_mask[:size, :size]
+        hidden = self._head.draft(self._target.embed(block), self._cache, mask)
+        return self._target.lm_head(hidden[:, 1 : depth + 1])
+
+    def propose(self, context: DraftContext, budget: int) -> TokenTree:
+        """Returns trees of at most `budget` nodes and at most `block_size - 1` levels."""
+        depth = min(self._head.config.block_size - 1, context.max_depth, budget - 1)
+        if depth < 1:
+            return TokenTree.root_only(context.root_tokens)
+        logits = self.draft_logits(context.root_tokens, depth)
+        context.mark("build")
+        source = MarginalSource.from_logits(logits, self._width or budget - 1)
+        return self._expander(context.root_tokens, source, budget)
+
+
+def _check_match(head: BlockDraftHead, target: Target) -> None:
+    config, weight = head.config, head.fc.weight
+    pairs = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "num_target_layers": (config.num_target_layers, target.num_layers),
+        "dtype": (weight.dtype, target.dtype),
+        "device": (weight.device, target.device),
+    }
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ValueError(f"head and target must agree: the head's {name} is {ours}, the target's {theirs}")
+    target.check_taps(config.taps)

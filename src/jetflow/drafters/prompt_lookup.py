@@ -1,0 +1,104 @@
+"""PromptLookupDrafter: proposes what followed earlier occurrences of the last tokens. Needs no training."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetflow.protocols import DraftContext
+from jetflow.trees.token_tree import TokenTree
+
+
+class PromptLookupDrafter:
+    """Looks up the last n-gram in prompt and output and drafts its continuations as one tree.
+
+    The longest n-gram that occurs earlier counts; several occurrences that go on differently become branches. A branch
+    weighs as many occurrences as share it, recent ones more.
+
+    Args:
+        max_ngram: longest n-gram to look for; shorter ones down to 1 are tried after it.
+        max_depth: most tokens copied from one occurrence.
+        max_matches: most occurrences used, the latest ones.
+
+    Raises:
+        ValueError: a setting is below 1.
+
+    Example:
+        >>> import torch
+        >>> context = DraftContext(torch.tensor([2]), torch.tensor([4]), [[1, 2, 7, 1, 2]], max_depth=8)
+        >>> PromptLookupDrafter().propose(context, budget=3).tokens.tolist()
+        [[2, 7, 1]]
+    """
+
+    def __init__(self, max_ngram: int = 3, max_depth: int = 16, *, max_matches: int = 16):
+        for name, value in (("max_ngram", max_ngram), ("max_depth", max_depth), ("max_matches", max_matches)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.max_ngram = max_ngram
+        self.max_depth = max_depth
+        self.max_matches = max_matches
+
+    def propose(self, context: DraftContext, budget: int) -> TokenTree:
+        """Returns trees of at most `budget` nodes, of the root alone where nothing matches."""
+        depth = min(self.max_depth, context.max_depth)
+        rows = [self._row(ids, depth, budget) for ids in context.token_ids]
+        width = max(len(tokens) for tokens, _, _ in rows)
+        counts = [len(tokens) for tokens, _, _ in rows]
+        tree = TokenTree.from_parents(
+            [tokens + [0] * (width - len(tokens)) for tokens, _, _ in rows],
+            [parents + [-1] * (width - len(parents)) for _, parents, _ in rows],
+            [scores + [0.0] * (width - len(scores)) for _, _, scores in rows],
+            num_nodes=counts,
+        )
+        return tree.to(context.root_tokens.device)
+
+    def _row(self, token_ids: Sequence[int], depth: int, budget: int) -> tuple[list[int], list[int], list[float]]:
+        """Returns tokens, parents and scores of one row's tree, best nodes first."""
+        continuations = _matches(np.asarray(token_ids), self.max_ngram, depth, self.max_matches)
+        tokens, parents, scores = [int(token_ids[-1])], [-1], [0.0]
+        # The frontier holds groups of occurrences that share their path so far: (-score, order, token, parent, members).
+        frontier: list[tuple[float, int, int, int, list[Sequence[int]]]] = []
+        order = 0
+
+        def push(node: int, members: list[Sequence[int]], level: int) -> None:
+            nonlocal order
+            # Later occurrences come first and weigh more.
+            weights = {id(member): 1.0 / (1 + rank) for rank, member in enumerate(members)}
+            # Half an occurrence stands for "something else", so that no branch is ever certain.
+            total = sum(weights.values()) + 0.5
+            groups: dict[int, list[Sequence[int]]] = {}
+            for member in members:
+                if len(member) > level:
+                    groups.setdefault(int(member[level]), []).append(member)
+            for token, group in groups.items():
+                log_prob = math.log(sum(weights[id(member)] for member in group) / total)
+                heapq.heappush(frontier, (-(scores[node] + log_prob), order, token, node, group))
+                order += 1
+
+        push(0, continuations, 0)
+        levels = [0]
+        while frontier and len(tokens) < budget:
+            negative, _, token, parent, group = heapq.heappop(frontier)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-negative)
+            levels.append(levels[parent] + 1)
+            push(len(tokens) - 1, group, levels[-1])
+        return tokens, parents, scores
+
+
+def _matches(token_ids: np.ndarray, max_ngram: int, depth: int, limit: int) -> list[np.ndarray]:
+    """Returns what followed the latest earlier occurrences of the longest matching final n-gram, latest first."""
+    length = len(token_ids)
+    for size in range(min(max_ngram, length - 1), 0, -1):
+        ends = np.arange(size, length)
+        found = np.ones(length - size, dtype=bool)
+        for offset in range(1, size + 1):
+            found &= token_ids[ends - offset] == token_ids[-offset]
+        starts = ends[found][::-1][:limit]
+        if len(starts) and depth > 0:
+            return [token_ids[start : start + depth] for start in starts]
+    return []

@@ -1,0 +1,74 @@
+"""What a generation returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jetflow.protocols import Acceptance
+from jetflow.stopping import FinishReason
+from jetflow.trees.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One round in numbers.
+
+    Attributes:
+        num_nodes: nodes that the target verified, root included.
+        num_accepted: accepted drafted nodes, before any cut at a stop.
+        num_kept: tokens that the round added to the output: accepted ones and the bonus, up to the first stop.
+        seconds: seconds by phase: draft, build (where the drafter tells it apart), verify, accept, commit.
+    """
+
+    num_nodes: int
+    num_accepted: int
+    num_kept: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as `on_round` sees it: the tree, the path that was accepted, and the tokens kept (bonus last)."""
+
+    tree: TokenTree
+    acceptance: Acceptance
+    kept: list[int]
+    stats: RoundStats
+
+    @property
+    def num_accepted(self) -> int:
+        """Kept tokens that were drafted: those that the round emits before its bonus token."""
+        return min(self.stats.num_accepted, len(self.kept))
+
+
+@dataclass
+class GenerationResult:
+    """One finished text.
+
+    Attributes:
+        token_ids: new tokens, prompt not included, the stop token included.
+        text: the decoded tokens without special ones; None when the target has no tokenizer.
+        finish_reason: "stop" at a stop token, "length" at the length limit.
+        num_prompt_tokens: length of the prompt.
+        rounds: one entry per verified tree; the token that prefill yields belongs to no round.
+        prefill_seconds: seconds until the first token.
+        seconds: seconds of the whole generation.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    rounds: list[RoundStats] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tau(self) -> float | None:
+        """Mean acceptance length: kept tokens per verified tree. None when there was no round."""
+        return sum(stats.num_kept for stats in self.rounds) / len(self.rounds) if self.rounds else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of the whole generation, prefill included."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0

@@ -1,0 +1,263 @@
+"""Target: the frozen model, with everything that jetflow needs of it behind one small interface.
+
+Dimension key: B batch, S sequence, V vocabulary, H hidden size, k tapped layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
+
+from jetflow.caches import TreeCache
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Settings with which attention or logits are more than softmax(q k) v and lm_head(hidden).
+UNSUPPORTED_SETTINGS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "embedding_multiplier",
+    "attention_chunk_size",
+)
+
+
+class Target:
+    """A frozen causal language model of transformers.
+
+    Args:
+        model: decoder-only model with attention layers only. Its config, mode and gradients flags are left as they are.
+        tokenizer: needed for text prompts and text results only.
+        attention: transformers' attention implementation for prefill and plain passes (`"sdpa"`, `"eager"`,
+            `"flash_attention_2"`); the model's own when absent. Tree passes use jetflow's.
+
+    Raises:
+        ValueError: the model is recurrent, hybrid, an encoder-decoder or split over devices, uses a setting that tree
+            passes do not cover, or `attention` is not installed.
+
+    Example:
+        >>> target = Target.from_pretrained("models/tiny/target")  # doctest: +SKIP
+        >>> target.num_layers  # doctest: +SKIP
+        6
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, attention: str | None = None):
+        _check_supported(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.attention = _checked_attention(attention) if attention else self.config._attn_implementation
+        self.decoder = model.get_decoder()
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        attention: str = "sdpa",
+    ) -> Target:
+        """Loads model and tokenizer from a local folder or from the hub.
+
+        Args:
+            name_or_path: folder or hub name.
+            dtype: dtype of the weights; that of the checkpoint when absent.
+            device: where to put the model; the CPU when absent.
+            attention: see the class.
+
+        Raises:
+            ValueError: as for the class.
+            OSError: nothing loadable is found under the name.
+        """
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=dtype or "auto", attn_implementation=_checked_attention(attention)
+        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        except (OSError, ValueError):
+            # A folder without tokenizer files is fine for token-id prompts; text prompts then raise.
+            tokenizer = None
+        return cls(model.to(device or "cpu").eval(), tokenizer, attention=attention)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the output embedding."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the hidden states."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens that the model is made for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, from the generation config or else the config; empty when there are none."""
+        generation = getattr(self.model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        eos = self.config.eos_token_id if eos is None else eos
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Returns the input embeddings [..., H] of `token_ids` int64 [...]."""
+        return self.model.get_input_embeddings()(token_ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Returns logits [..., V] of final-normed hidden states [..., H]."""
+        return self.model.get_output_embeddings()(hidden)
+
+    def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        """Returns an empty cache for this model."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return TreeCache(
+            num_layers=self.num_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=head_dim,
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raises ValueError where a tapped layer does not exist."""
+        wrong = [tap for tap in taps if not 0 <= tap < self.num_layers]
+        if wrong:
+            raise ValueError(f"taps={list(taps)}: layer {wrong[0]} must be in [0, {self.num_layers})")
+
+    @torch.no_grad()
+    def features(self, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Runs whole sequences without a cache, as training needs it.
+
+        Args:
+            token_ids: int64 [B, S].
+            taps: tapped layers; layer L means the output of decoder layer L, before any final norm.
+
+        Returns:
+            The tapped outputs, concatenated [B, S, k * H], and the logits [B, S, V].
+
+        Raises:
+            ValueError: a tap is outside the target.
+        """
+        logits, features = self.forward(token_ids, taps=taps, use_cache=False)
+        return features, logits
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        *,
+        taps: Sequence[int] = (),
+        cache: TreeCache | None = None,
+        attention: str | None = None,
+        **model_arguments: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass of the model: `token_ids` int64 [B, S] to logits [B, kept, V] and features [B, S, k * H].
+
+        `model_arguments` are those of the model's own forward (positions, masks, `logits_to_keep`).
+        """
+        self.check_taps(taps)
+        if cache is not None:
+            model_arguments = {self._cache_argument: cache, "use_cache": True, **model_arguments}
+        with _capture(self.decoder.layers, taps) as captured, self._attention(attention or self.attention):
+            logits = self.model(input_ids=token_ids, **model_arguments).logits
+        if not taps:
+            return logits, logits.new_zeros(*token_ids.shape, 0)
+        return logits, torch.cat([captured[tap] for tap in taps], dim=-1)
+
+    @contextmanager
+    def _attention(self, implementation: str) -> Iterator[None]:
+        """Sets the attention of the model for one pass, so that the user's config stays as it was."""
+        before = self.config._attn_implementation
+        if before == implementation:
+            yield
+            return
+        self.config._attn_implementation = implementation
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = before
+
+
+@contextmanager
+def _capture(layers: nn.ModuleList, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collects the outputs of the tapped layers for one pass; the hooks are gone afterwards."""
+    captured: dict[int, Tensor] = {}
+
+    def hook_for(tap: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            captured[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layers[tap].register_forward_hook(hook_for(tap)) for tap in dict.fromkeys(taps)]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _checked_attention(attention: str) -> str:
+    if attention.startswith("flash_attention_2") and not is_flash_attn_2_available():
+        raise ValueError(
+            f"attention={attention!r} needs the flash-attn package and a CUDA device: pip install 'jetflow[flash-attn]'"
+        )
+    if attention != "eager" and attention not in ALL_ATTENTION_FUNCTIONS:
+        known = ", ".join(sorted(["eager", *ALL_ATTENTION_FUNCTIONS]))
+        raise ValueError(f"attention={attention!r} must be one of {known}")
+    return attention
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model whose cache cannot be rolled back or whose passes mean more than we compute."""
+    config = model.config.get_text_config()
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"model type {name!r} is an encoder-decoder; a target must be decoder-only")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or kinds - SUPPORTED_LAYER_TYPES:
+        found = ", ".join(sorted(kinds - SUPPORTED_LAYER_TYPES)) or "a recurrent state"
+        raise ValueError(
+            f"model type {name!r} keeps {found}, which cannot be rolled back to an accepted path; a target must have "
+            "full or sliding-window attention in every layer"
+        )
+    for setting in UNSUPPORTED_SETTINGS:
+        if getattr(config, setting, None) not in (None, 1, 1.0):
+            raise ValueError(f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet")
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise ValueError("the model is split over several devices; load it on one device")
+    if model.get_output_embeddings() is None or not hasattr(model.get_decoder(), "layers"):
+        raise ValueError(f"model type {name!r} must have a decoder with `layers` and an output embedding")

@@ -1,0 +1,172 @@
+"""TreeVerifier: runs the target over prompts and token trees.
+
+Dimension key: B batch, P prompt length, N tree nodes, S cache slots, V vocabulary, H feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from jetflow import masks
+from jetflow.caches import TreeCache
+from jetflow.kernels.tree_attention import tree_attention
+from jetflow.protocols import Acceptance, TargetOutput
+from jetflow.targets import Target
+from jetflow.trees.token_tree import TokenTree
+
+TREE_ATTENTION = "jetflow_tree"
+
+
+@dataclass
+class TreeStep:
+    """One tree pass as the attention layers see it; travels through the model's keyword arguments."""
+
+    tree: TokenTree
+    prefix_lens: Tensor
+    num_slots: int
+
+    @cached_property
+    def _masks(self) -> dict[int | None, Tensor | None]:
+        return {}
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Returns the mask, bool [B, 1, N, S], for layers with the given sliding window; None where all is visible."""
+        if window not in self._masks:
+            self._masks[window] = self._build(window)
+        return self._masks[window]
+
+    def _build(self, window: int | None) -> Tensor | None:
+        tree = self.tree
+        if window is None and tree.batch_size == 1 and tree.max_nodes == 1:
+            return None
+        rule = masks.tree_causal(tree, self.prefix_lens, window=window)
+        return masks.dense(
+            rule, tree.batch_size, 1, tree.max_nodes, self.num_slots, device=tree.tokens.device
+        )
+
+
+def _tree_attention_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_step: TreeStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer in a tree pass, in the form that transformers calls."""
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attention with soft-capping or sinks is not supported in tree passes")
+    out = tree_attention(query, key, value, tree_step.mask(sliding_window), scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(TREE_ATTENTION, _tree_attention_layer)
+
+
+class TreeVerifier:
+    """Checks whole token trees with one target pass each, over a cache of the committed prefix.
+
+    Args:
+        target: the frozen model.
+        taps: target layers whose outputs are returned as features.
+        prefill_chunk: most prompt tokens in one pass; bounds the memory that long prompts take.
+
+    Raises:
+        ValueError: a tap is outside the target or `prefill_chunk` is below 1.
+    """
+
+    def __init__(self, target: Target, *, taps: Sequence[int] = (), prefill_chunk: int = 2048):
+        target.check_taps(taps)
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        self._target = target
+        self._taps = tuple(taps)
+        self._prefill_chunk = prefill_chunk
+        self._cache: TreeCache | None = None
+
+    @property
+    def cache(self) -> TreeCache:
+        """The cache of the current batch."""
+        if self._cache is None:
+            raise ValueError("prefill must come before verify and commit")
+        return self._cache
+
+    @torch.no_grad()
+    def prefill(self, token_ids: Tensor, lengths: Tensor) -> TargetOutput:
+        """Runs whole prompts and commits them.
+
+        Args:
+            token_ids: int64 [B, P], prompts padded at their end.
+            lengths: int64 [B], tokens of each prompt, at least 1.
+
+        Returns:
+            Logits [B, 1, V] after each prompt's last token, and features [B, P, H].
+        """
+        batch, width = token_ids.shape
+        if self._cache is None or len(self._cache.lengths) != batch:
+            self._cache = self._target.new_cache(batch, width)
+        cache = self._cache
+        cache.reset()
+        cache.reserve(width)
+        counts = lengths.tolist()
+        # Rows are of one length while the prompt runs: the padding behind short ones is cut off at the end.
+        logits = token_ids.new_zeros(batch, 1, self._target.vocab_size, dtype=self._target.dtype)
+        features = []
+        for start in range(0, width, self._prefill_chunk):
+            chunk = token_ids[:, start : start + self._prefill_chunk]
+            end = start + chunk.shape[1]
+            ending = [row for row, count in enumerate(counts) if start < count <= end]
+            keep = torch.tensor([counts[row] - 1 - start for row in ending] or [0], device=token_ids.device)
+            positions = torch.arange(start, end, device=token_ids.device)[None].expand(batch, -1)
+            last, tapped = self._target.forward(
+                chunk, taps=self._taps, cache=cache, position_ids=positions, logits_to_keep=keep
+            )
+            for index, row in enumerate(ending):
+                logits[row, 0] = last[row, index]
+            cache.advance([chunk.shape[1]] * batch)
+            features.append(tapped)
+        cache.lengths = counts
+        return TargetOutput(logits, torch.cat(features, dim=1))
+
+    @torch.no_grad()
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """Runs the target over all nodes of `tree`; a node sees the committed prefix, its ancestors and itself.
+
+        Returns:
+            Logits [B, N, V] and features [B, N, H]. Nothing is committed yet.
+        """
+        cache = self.cache
+        if tree.batch_size != len(cache.lengths):
+            raise ValueError(f"tree has {tree.batch_size} rows, but {len(cache.lengths)} prompts were prefilled")
+        cache.reserve(tree.max_nodes)
+        prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
+        step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes)
+        logits, features = self._target.forward(
+            tree.tokens,
+            taps=self._taps,
+            cache=cache,
+            attention=TREE_ATTENTION,
+            # Siblings share a position: it is given by depth, never by slot.
+            position_ids=prefix_lens[:, None] + tree.depths,
+            # A 4D mask keeps the model from building one of its own; the layers read `tree_step`.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device),
+            tree_step=step,
+        )
+        return TargetOutput(logits, features)
+
+    def commit(self, acceptance: Acceptance) -> None:
+        """Keeps root and accepted nodes of the last verified tree in the cache and drops the rest."""
+        self.cache.commit(acceptance.path, [accepted + 1 for accepted in acceptance.num_accepted.tolist()])
