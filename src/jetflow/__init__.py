@@ -1,7 +1,7 @@
 """jetflow: lossless tree speculative decoding from plain parts.
 
-Everything named here can be imported from `jetflow`; it is loaded when first used, so that `import jetflow` is quick and
-loads neither transformers nor triton.
+Everything named here can be imported from `jetflow`; it is loaded when first used, so that `import jetflow` is quick
+and loads neither transformers nor triton.
 """
 
 from importlib import import_module

@@ -49,8 +49,8 @@ class GreedyAcceptor:
 class SamplingAcceptor:
     """Draws the target's token at each node on the walk and follows it while it is a child.
 
-    Every emitted token is the target's own sample, so the output has exactly the target's law after temperature, top-k and
-    top-p, for every tree whose shape does not depend on the draws.
+    Every emitted token is the target's own sample, so the output has exactly the target's law after temperature, top-k
+    and top-p, for every tree whose shape does not depend on the draws.
 
     Args:
         temperature: softmax temperature; 0, or anything below 1e-4, is greedy.
@@ -140,6 +140,4 @@ def _usable(best: Tensor) -> Tensor:
 
 def _check_logits(tree: TokenTree, logits: Tensor) -> None:
     if logits.dim() != 3 or logits.shape[:2] != tree.tokens.shape:
-        raise ValueError(
-            f"logits must be [B, N, V] with [B, N] = {list(tree.tokens.shape)}, got {list(logits.shape)}"
-        )
+        raise ValueError(f"logits must be [B, N, V] with [B, N] = {list(tree.tokens.shape)}, got {list(logits.shape)}")

@@ -14,8 +14,8 @@ class ThroughputBudget:
     """Picks the tree size that maximises expected tokens per second, round by round.
 
     The best n nodes of a tree are expected to commit tau(n) tokens, the sum of their probabilities (DDTree, arXiv
-    2604.12989, Proposition 1); with T(n) the seconds of a round that verifies n nodes, the choice is the n with the largest
-    tau(n) / T(n). T is a staircase on real machines, so every measured size is tried.
+    2604.12989, Proposition 1); with T(n) the seconds of a round that verifies n nodes, the choice is the n with the
+    largest tau(n) / T(n). T is a staircase on real machines, so every measured size is tried.
 
     Args:
         round_seconds: seconds of a whole round (draft, verify and all) by number of verified nodes, as measured on the

@@ -1,9 +1,9 @@
 """The target's key-value cache for tree verification.
 
-Keys and values of all layers live in one preallocated tensor. Row b holds `lengths[b]` committed tokens; a pass writes its
-tokens behind them, and `commit` moves the accepted ones to the front of that place. Nothing is concatenated.
+Keys and values of all layers live in one preallocated tensor. Row b holds `lengths[b]` committed tokens; a pass writes
+its tokens behind them, and `commit` moves the accepted ones to the front of that place. Nothing is concatenated.
 
-Dimension key: L layers, B batch, H key-value heads, C capacity in tokens, D head dimension, T new tokens, P path length.
+Dimension key: L layers, B batch, H key-value heads, D head dimension, T new tokens, P path length.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TreeCache(Cache):
         if (batch, heads, head_dim) != expected or values.shape != keys.shape:
             raise ValueError(
                 f"layer {layer_idx} of the target has keys {list(keys.shape)} and values {list(values.shape)}, but the "
-                f"cache holds batch, heads, head_dim = {expected}; targets whose layers differ in shape are not supported"
+                f"cache holds batch, heads, head_dim = {expected}; layers that differ in shape are not supported"
             )
         end = max(self.lengths) + new
         if len(set(self.lengths)) == 1:

@@ -31,8 +31,8 @@ class SpeculativeDecoder:
         target: the frozen model.
         drafter: proposes a tree each round; anything with `propose(context, budget)`.
         acceptor: which path the target follows; greedy when absent.
-        budget: most nodes that the target verifies in one round, root included, or a budget policy. With 1 the same code
-            is plain autoregressive decoding.
+        budget: most nodes that the target verifies in one round, root included, or a budget policy. With 1 the same
+            code is plain autoregressive decoding.
         prefill_chunk: most prompt tokens in one pass.
 
     Raises:
@@ -63,14 +63,32 @@ class SpeculativeDecoder:
         self._verifier = TreeVerifier(target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk)
 
     @overload
-    def generate(self, prompt: Prompt, **settings: Any) -> GenerationResult: ...
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = ...,
+        eos_token_id: int | Collection[int] | None = ...,
+        seed: int | None = ...,
+        streamer: Any = ...,
+        on_round: Callable[[Round], None] | None = ...,
+    ) -> GenerationResult: ...
 
     @overload
-    def generate(self, prompt: Sequence[Prompt], **settings: Any) -> list[GenerationResult]: ...
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        *,
+        max_new_tokens: int = ...,
+        eos_token_id: int | Collection[int] | None = ...,
+        seed: int | None = ...,
+        streamer: Any = ...,
+        on_round: Callable[[Round], None] | None = ...,
+    ) -> list[GenerationResult]: ...
 
     def generate(
         self,
-        prompt: Prompt | Sequence[Prompt],
+        prompt: Prompt | list[str] | list[list[int]],
         *,
         max_new_tokens: int = 256,
         eos_token_id: int | Collection[int] | None = None,
@@ -92,19 +110,16 @@ class SpeculativeDecoder:
             One result, or a list of them for a list of prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, an id outside the vocabulary, `max_new_tokens` below 1, text without a
-                tokenizer, or logits that are NaN.
+            ValueError: an empty or too long prompt, an id outside the vocabulary, `max_new_tokens` below 1, text
+                without a tokenizer, or logits that are NaN.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         stops = self._stops(eos_token_id)
         generator = torch.Generator(device=self.target.device)
-        if _is_one_prompt(prompt):
-            prompts = [prompt]
-        else:
-            prompts = list(prompt)
-            if not prompts:
-                raise ValueError("prompt must hold at least one prompt, got an empty list")
+        prompts: list[Any] = [prompt] if _is_one_prompt(prompt) else list(prompt)
+        if not prompts:
+            raise ValueError("prompt must hold at least one prompt, got an empty list")
         all_ids = [self._token_ids(one) for one in prompts]
         results = []
         for token_ids in all_ids:
@@ -242,7 +257,9 @@ def _is_one_prompt(prompt: Any) -> bool:
 def _checked_bonus(acceptance: Acceptance, position: int) -> int:
     bonus = int(acceptance.bonus[0])
     if bonus < 0:
-        raise ValueError(f"the target's logits after {position} tokens are NaN or all -inf; check its weights and dtype")
+        raise ValueError(
+            f"the target's logits after {position} tokens are NaN or all -inf; check its weights and dtype"
+        )
     return bonus
 
 

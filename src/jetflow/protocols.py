@@ -107,8 +107,8 @@ class Drafter(Protocol):
 
     Only `propose` is required. Where present, `taps` (target layers whose outputs the drafter reads) is read once,
     `reset(batch_size)` is called before each generation, and
-    `observe(token_ids [B, T], features [B, T, H], num_tokens [B])` after each commit with the tokens that are now behind
-    the root and their features (float, the tapped layers concatenated; rows are padded at their end to T).
+    `observe(token_ids [B, T], features [B, T, H], num_tokens [B])` after each commit with the tokens that are now
+    behind the root and their features (float, the tapped layers concatenated; rows are padded at their end to T).
     """
 
     def propose(self, context: DraftContext, budget: int) -> TokenTree: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ class Target:
         self.config = model.config.get_text_config()
         self.attention = _checked_attention(attention) if attention else self.config._attn_implementation
         self.decoder = model.get_decoder()
+        self._input_weight = cast(Tensor, model.get_input_embeddings().weight)
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -108,12 +109,12 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.model.get_input_embeddings().weight.device
+        return self._input_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.model.get_input_embeddings().weight.dtype
+        return self._input_weight.dtype
 
     @property
     def max_positions(self) -> int:
@@ -256,7 +257,9 @@ def _check_supported(model: PreTrainedModel) -> None:
         )
     for setting in UNSUPPORTED_SETTINGS:
         if getattr(config, setting, None) not in (None, 1, 1.0):
-            raise ValueError(f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet")
+            raise ValueError(
+                f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet"
+            )
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise ValueError("the model is split over several devices; load it on one device")
     if model.get_output_embeddings() is None or not hasattr(model.get_decoder(), "layers"):

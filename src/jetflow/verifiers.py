@@ -47,9 +47,7 @@ class TreeStep:
         if window is None and tree.batch_size == 1 and tree.max_nodes == 1:
             return None
         rule = masks.tree_causal(tree, self.prefix_lens, window=window)
-        return masks.dense(
-            rule, tree.batch_size, 1, tree.max_nodes, self.num_slots, device=tree.tokens.device
-        )
+        return masks.dense(rule, tree.batch_size, 1, tree.max_nodes, self.num_slots, device=tree.tokens.device)
 
 
 def _tree_attention_layer(

@@ -56,7 +56,7 @@ class ParallelDrafter:
 
     @torch.no_grad()
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
-        """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] of each row, to the head's context."""
+        """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] per row, to the head's context."""
         assert self._cache is not None, "reset comes before observe"
         self._head.extend_context(self._cache, features, num_tokens)
 

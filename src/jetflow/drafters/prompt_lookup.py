@@ -59,7 +59,7 @@ class PromptLookupDrafter:
         """Returns tokens, parents and scores of one row's tree, best nodes first."""
         continuations = _matches(np.asarray(token_ids), self.max_ngram, depth, self.max_matches)
         tokens, parents, scores = [int(token_ids[-1])], [-1], [0.0]
-        # The frontier holds groups of occurrences that share their path so far: (-score, order, token, parent, members).
+        # Groups of occurrences that share their path so far: (-score, order, token, parent, members).
         frontier: list[tuple[float, int, int, int, list[Sequence[int]]]] = []
         order = 0
 
