@@ -101,12 +101,11 @@ def _follow(tree: TokenTree, next_tokens: Callable[[list[int]], list[int]]) -> A
     bonus = next_tokens([0] * len(counts))
     moving = list(range(len(counts)))
     while True:
-        steps = {row: children[row].get((paths[row][-1], bonus[row])) for row in moving}
-        moving = [row for row, node in steps.items() if node is not None]
+        moving = [row for row in moving if (paths[row][-1], bonus[row]) in children[row]]
         if not moving:
             break
         for row in moving:
-            paths[row].append(steps[row])
+            paths[row].append(children[row][paths[row][-1], bonus[row]])
         drawn = next_tokens([path[-1] for path in paths])
         bonus = [drawn[row] if row in moving else token for row, token in enumerate(bonus)]
     longest = max(len(path) for path in paths)

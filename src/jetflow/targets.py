@@ -89,7 +89,8 @@ class Target:
         except (OSError, ValueError):
             # A folder without tokenizer files is fine for token-id prompts; text prompts then raise.
             tokenizer = None
-        return cls(model.to(device or "cpu").eval(), tokenizer, attention=attention)
+        cast(torch.nn.Module, model).to(device or "cpu").eval()
+        return cls(model, tokenizer, attention=attention)
 
     @property
     def vocab_size(self) -> int:

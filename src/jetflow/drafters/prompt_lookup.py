@@ -60,16 +60,16 @@ class PromptLookupDrafter:
         continuations = _matches(np.asarray(token_ids), self.max_ngram, depth, self.max_matches)
         tokens, parents, scores = [int(token_ids[-1])], [-1], [0.0]
         # Groups of occurrences that share their path so far: (-score, order, token, parent, members).
-        frontier: list[tuple[float, int, int, int, list[Sequence[int]]]] = []
+        frontier: list[tuple[float, int, int, int, list[np.ndarray]]] = []
         order = 0
 
-        def push(node: int, members: list[Sequence[int]], level: int) -> None:
+        def push(node: int, members: list[np.ndarray], level: int) -> None:
             nonlocal order
             # Later occurrences come first and weigh more.
             weights = {id(member): 1.0 / (1 + rank) for rank, member in enumerate(members)}
             # Half an occurrence stands for "something else", so that no branch is ever certain.
             total = sum(weights.values()) + 0.5
-            groups: dict[int, list[Sequence[int]]] = {}
+            groups: dict[int, list[np.ndarray]] = {}
             for member in members:
                 if len(member) > level:
                     groups.setdefault(int(member[level]), []).append(member)
