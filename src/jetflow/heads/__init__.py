@@ -1,1 +1,1 @@
-
+"""Draft heads: modules, their configuration, their context cache and their checkpoint formats."""

@@ -2,8 +2,8 @@
 
 from jetflow.masks.build import additive, block_mask, dense
 from jetflow.masks.rules import (
-    and_masks,
     anchor_blocks,
+    and_masks,
     causal,
     context_before_anchor,
     in_block,

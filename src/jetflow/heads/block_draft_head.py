@@ -1,0 +1,228 @@
+"""BlockDraftHead: drafts a block of tokens in one pass from the target's hidden states.
+
+The architecture of DFlash (arXiv 2602.06036) and JetFlow / JetSpec (arXiv 2606.18394): tapped target states, fused and
+normed, are projected to keys and values in every draft layer and stand in front of the block's own. Parameter names are
+those of the public checkpoints.
+
+Dimension key: B batch, T block positions, Q queries, S context, k taps, Ht target width, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from jetflow.heads.config import DraftHeadConfig
+from jetflow.heads.context_cache import HeadCache
+from jetflow.heads.rope import RotaryEmbedding, rotate
+from jetflow.kernels.tree_attention import tree_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32, with a learned scale."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(states.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Attention of block queries over context keys and block keys, both made by the same projections."""
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__()
+        bias = config.attention_bias
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [B, Hk, T, D] of `states` [B, T, H]."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return rotate(keys, rotation), values
+
+    def forward(
+        self, states: Tensor, context: tuple[Tensor, Tensor], rotation: Rotation, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        keys, values = self.project(states, rotation)
+        keys, values = torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
+        out = _attend(rotate(queries, rotation), keys, values, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer of the head."""
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, *args: Any) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), *args)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class BlockDraftHead(nn.Module):
+    """A JetFlow or DFlash draft head. It owns neither embedding nor output embedding: those are the target's.
+
+    Which block positions see each other is no property of the head's code: the mask is handed in.
+
+    Args:
+        config: sizes and settings.
+    """
+
+    def __init__(self, config: DraftHeadConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._rotary = RotaryEmbedding(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+
+    def new_cache(self, batch_size: int) -> HeadCache:
+        """Returns an empty context cache for `batch_size` rows."""
+        return HeadCache(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            batch_size=batch_size,
+            dtype=self.fc.weight.dtype,
+            device=self.fc.weight.device,
+        )
+
+    def extend_context(self, cache: HeadCache, features: Tensor, num_tokens: Tensor | list[int]) -> None:
+        """Projects newly committed positions and appends them to the cache.
+
+        Args:
+            cache: cache of B rows; the new positions follow those it holds.
+            features: float [B, T, k * Ht], tapped target states, rows padded at their end.
+            num_tokens: how many of the T positions are real, integers [B].
+
+        Raises:
+            ValueError: `features` has another width than the head reads.
+        """
+        self._check_features(features)
+        counts = num_tokens.tolist() if isinstance(num_tokens, Tensor) else list(num_tokens)
+        rotation = self._rotary(self._positions(cache, features.shape[1]), features.dtype)
+        projected = self._project_context(features, rotation)
+        cache.append(torch.stack([torch.stack(pair) for pair in projected]), counts)
+
+    def draft(self, block_embeds: Tensor, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
+        """Runs one block per row behind its cached context.
+
+        Args:
+            block_embeds: float [B, T, H], embeddings of root and mask tokens; T may be below the block size.
+            cache: the rows' context; the root's position is the row's length.
+            in_block_mask: bool [T, T], which block positions see each other.
+
+        Returns:
+            float [B, T, H], final-normed hidden states; position i predicts the token at root + i.
+        """
+        size = block_embeds.shape[1]
+        rotation = self._rotary(self._positions(cache, size), block_embeds.dtype)
+        mask = self._decode_mask(cache, in_block_mask)
+        states = block_embeds
+        for index, layer in enumerate(self.layers):
+            states = layer(states, cache.layer(index), rotation, mask)
+        return self.norm(states)
+
+    def forward(
+        self, block_embeds: Tensor, features: Tensor, block_positions: Tensor, mask: Tensor | BlockMask
+    ) -> Tensor:
+        """Runs packed blocks over a whole context, as training does.
+
+        Args:
+            block_embeds: float [B, Q, H].
+            features: float [B, S, k * Ht], tapped target states at positions 0 .. S-1.
+            block_positions: int64 [B, Q], absolute positions of the block tokens.
+            mask: bool [B, 1, Q, S + Q] or a BlockMask of that size; keys are context first, then blocks.
+
+        Returns:
+            float [B, Q, H], final-normed hidden states.
+
+        Raises:
+            ValueError: `features` has another width than the head reads.
+        """
+        self._check_features(features)
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        context = self._project_context(features, self._rotary(positions, features.dtype))
+        rotation = self._rotary(block_positions, block_embeds.dtype)
+        states = block_embeds
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            states = layer(states, keys_values, rotation, mask)
+        return self.norm(states)
+
+    def _project_context(self, features: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
+        """Fuses the tapped states and projects them to every layer's keys and values; they are normed once, here."""
+        fused = self.hidden_norm(self.fc(features))
+        return [cast(DraftLayer, layer).self_attn.project(fused, rotation) for layer in self.layers]
+
+    def _positions(self, cache: HeadCache, num_tokens: int) -> Tensor:
+        device = self.fc.weight.device
+        starts = torch.tensor(cache.lengths, device=device)
+        return starts[:, None] + torch.arange(num_tokens, device=device)
+
+    def _decode_mask(self, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
+        """Returns bool [B, 1, T, longest context + T]."""
+        size, longest, rows = len(in_block_mask), max(cache.lengths), len(cache.lengths)
+        if cache.is_ragged:
+            lengths = torch.tensor(cache.lengths, device=in_block_mask.device)
+            context = torch.arange(longest, device=in_block_mask.device) < lengths[:, None]
+        else:
+            context = in_block_mask.new_ones(rows, longest)
+        context = context[:, None, None, :].expand(-1, -1, size, -1)
+        return torch.cat([context, in_block_mask.expand(rows, 1, -1, -1)], dim=-1)
+
+    def _check_features(self, features: Tensor) -> None:
+        if features.shape[-1] != self.fc.in_features:
+            raise ValueError(
+                f"features must be {self.fc.in_features} wide ({len(self.config.taps)} taps of "
+                f"{self.config.target_hidden_size}), got {features.shape[-1]}"
+            )
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    if mask is None or isinstance(mask, Tensor):
+        return tree_attention(queries, keys, values, mask)
+    # Loaded here because it brings in torch.compile, which takes seconds.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)

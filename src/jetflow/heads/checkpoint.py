@@ -1,0 +1,266 @@
+"""Loading and saving draft heads in the public checkpoint formats.
+
+Read: JetSpec, z-lab DFlash, NeMo, vLLM's spelling, and vLLM speculators, where the head is the plain DFlash backbone.
+Written: one folder that JetSpec and stock vLLM read, with the causal flag in every spelling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.config import DraftHeadConfig
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Keys of corrections and copies that other heads of this family carry, and what they are.
+FOREIGN_TENSORS = {
+    "prefix_gru": "Domino's recurrent correction",
+    "embed_proj": "Domino's recurrent correction",
+    "markov_head": "DSpark's Markov correction",
+    "confidence_head": "DSpark's confidence head",
+    "candidate_selector": "DFlash 2's path selector",
+    "_conv.": "DFlash 2's convolutions",
+    "embed_tokens": "an embedding of its own",
+    "lm_head": "an output embedding of its own",
+    "d2t": "a draft vocabulary of its own",
+    "t2d": "a draft vocabulary of its own",
+}
+
+
+def load_head(
+    name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> BlockDraftHead:
+    """Loads a draft head from a local folder or from the hub.
+
+    Args:
+        name_or_path: folder or hub name.
+        dtype: dtype of the weights; that of the checkpoint when absent.
+        device: where to put the head; the CPU when absent.
+
+    Raises:
+        ValueError: the config lacks a key or contradicts itself, a tensor is missing, has the wrong shape, or belongs
+            to a correction that this head does not have. The message names the key.
+        OSError: nothing is found under the name.
+    """
+    folder = _folder(str(name_or_path))
+    config = read_config(json.loads((folder / "config.json").read_text()))
+    with torch.device("meta"):
+        head = BlockDraftHead(config)
+    tensors = _checked_tensors(head, _read_tensors(folder))
+    head.load_state_dict({name: value.to(dtype or value.dtype) for name, value in tensors.items()}, assign=True)
+    return head.to(device or "cpu").eval()
+
+
+def save_head(head: BlockDraftHead, directory: str | Path) -> None:
+    """Writes `config.json` and `model.safetensors`; nothing of the target is in them."""
+    from safetensors.torch import save_file
+
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().contiguous().cpu() for name, value in head.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    settings = write_config(head.config, head.fc.weight.dtype)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
+    """Resolves a checkpoint's `config.json` of any supported dialect.
+
+    Raises:
+        ValueError: a key is missing, two keys contradict each other, or a feature is not supported.
+    """
+    nested = raw.get("dflash_config") or {}
+    sizes = raw.get("transformer_layer_config") or raw
+    speculators = "speculators_config" in raw or "aux_hidden_state_layer_ids" in raw
+    _refuse_unsupported(raw, nested, sizes)
+    taps = _only_value("target_layer_ids", raw, nested, required=not speculators)
+    if speculators:
+        # Speculators count the embedding as layer 0.
+        taps = [tap - 1 for tap in _only_value("aux_hidden_state_layer_ids", raw, nested)]
+    width, heads = _need(sizes, "hidden_size"), _need(sizes, "num_attention_heads")
+    return DraftHeadConfig(
+        hidden_size=width,
+        intermediate_size=_need(sizes, "intermediate_size"),
+        num_layers=_need(sizes, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=sizes.get("num_key_value_heads") or heads,
+        head_dim=sizes.get("head_dim") or width // heads,
+        block_size=_only_value("block_size", raw, nested),
+        taps=tuple(taps),
+        mask_token_id=_only_value("mask_token_id", raw, nested),
+        vocab_size=raw.get("vocab_size") or _need(sizes, "vocab_size"),
+        # Older files do not name the target's depth; then it is only known to reach the last tap.
+        num_target_layers=_only_value("num_target_layers", raw, nested, required=False) or max(taps) + 1,
+        target_hidden_size=_only_value("target_hidden_size", raw, nested, required=False) or width,
+        causal=_causal(raw, nested),
+        rms_norm_eps=sizes.get("rms_norm_eps", 1e-6),
+        rope_parameters=_rope(sizes),
+        max_position_embeddings=sizes.get("max_position_embeddings", 32768),
+        attention_bias=sizes.get("attention_bias", False),
+    )
+
+
+def write_config(config: DraftHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the `config.json` that JetSpec, vLLM and `read_config` read."""
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "is_causal": config.causal,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.taps),
+            "target_hidden_size": config.target_hidden_size,
+            # JetSpec reads the first, vLLM the second.
+            "causal_head": config.causal,
+            "causal": config.causal,
+        },
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
+    """Resolves the in-block rule from every spelling; without any the head is bidirectional."""
+    flags = {
+        "is_causal": raw.get("is_causal"),
+        "dflash_config.causal": nested.get("causal"),
+        "dflash_config.causal_head": nested.get("causal_head"),
+    }
+    given = {name: bool(value) for name, value in flags.items() if value is not None}
+    # NeMo writes exactly this pair for the causal heads that it trains; the top-level flag is its model class's own.
+    if given == {"is_causal": False, "dflash_config.causal": True}:
+        return True
+    if len(set(given.values())) > 1:
+        raise ValueError("config.json contradicts itself: " + ", ".join(f"{k}={v}" for k, v in given.items()))
+    return next(iter(given.values()), False)
+
+
+def _rope(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the new spelling (`rope_parameters`) or the old one (`rope_theta`, `rope_scaling`)."""
+    new, theta, scaling = sizes.get("rope_parameters"), sizes.get("rope_theta"), sizes.get("rope_scaling")
+    if new is None:
+        if theta is None:
+            raise ValueError("config.json must hold rope_parameters or rope_theta, found neither")
+        scaling = dict(scaling or {})
+        kind = scaling.pop("type", None)
+        return {"rope_type": kind or "default", **scaling, "rope_theta": theta}
+    if "rope_theta" not in new and theta is not None:
+        new = {**new, "rope_theta": theta}
+    if theta is not None and new.get("rope_theta") != theta:
+        raise ValueError(
+            f"config.json contradicts itself: rope_theta={theta}, rope_parameters.rope_theta={new.get('rope_theta')}"
+        )
+    return dict(new)
+
+
+def _only_value(key: str, raw: Mapping[str, Any], nested: Mapping[str, Any], *, required: bool = True) -> Any:
+    """Returns the value of a key that files hold at the top level, under `dflash_config`, or in both places alike."""
+    top, inner = raw.get(key), nested.get(key)
+    if top is not None and inner is not None and top != inner:
+        raise ValueError(f"config.json contradicts itself: {key}={top}, dflash_config.{key}={inner}")
+    value = inner if top is None else top
+    if value is None and required:
+        raise ValueError(f"config.json must hold {key} at the top level or under dflash_config")
+    return value
+
+
+def _need(sizes: Mapping[str, Any], key: str) -> Any:
+    if sizes.get(key) is None:
+        raise ValueError(f"config.json must hold {key}")
+    return sizes[key]
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    sliding = "sliding_attention" in (sizes.get("layer_types") or ())
+    if sliding or raw.get("use_swa") or nested.get("use_swa") or sizes.get("use_sliding_window"):
+        raise ValueError("config.json asks for sliding-window draft layers, which are not supported yet")
+    if (
+        nested.get("projector_type")
+        or nested.get("shift_label")
+        or raw.get("markov_rank")
+        or raw.get("conv_kernel_size")
+    ):
+        raise ValueError(
+            "config.json belongs to a head with a correction (Domino, DSpark or DFlash 2), not supported yet"
+        )
+    if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
+        raise ValueError("sample_from_anchor=true: heads that predict from the anchor's slot are not supported yet")
+    draft_vocab = raw.get("draft_vocab_size")
+    vocab = raw.get("vocab_size") or sizes.get("vocab_size")
+    if draft_vocab is not None and draft_vocab != vocab:
+        raise ValueError(
+            f"draft_vocab_size={draft_vocab} must equal vocab_size={vocab}; reduced ones are not supported"
+        )
+
+
+def _folder(name_or_path: str) -> Path:
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} holds no config.json; a draft head's folder needs one")
+        return folder
+    if folder.is_absolute() or name_or_path.count("/") != 1:
+        raise FileNotFoundError(f"{name_or_path} is neither a folder nor a hub name like owner/head")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    elif (folder / WEIGHTS).exists():
+        files = [WEIGHTS]
+    else:
+        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(load_file(folder / file))
+    return tensors
+
+
+def _checked_tensors(head: BlockDraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    expected = head.state_dict()
+    for name, value in tensors.items():
+        if name not in expected:
+            kinds = [kind for part, kind in FOREIGN_TENSORS.items() if part in name]
+            reason = f": {kinds[0]}, which this head does not have" if kinds else ", which no DFlash head has"
+            raise ValueError(f"the checkpoint holds the tensor {name!r}{reason}")
+        if value.shape != expected[name].shape:
+            raise ValueError(
+                f"tensor {name!r} must have shape {list(expected[name].shape)} by config.json, got {list(value.shape)}"
+            )
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ValueError(f"the checkpoint lacks the tensor {missing[0]!r}")
+    return tensors

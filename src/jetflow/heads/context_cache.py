@@ -1,0 +1,63 @@
+"""HeadCache: a draft head's keys and values of the committed context, projected once.
+
+Dimension key: L draft layers, B batch, H key-value heads, T new tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_CAPACITY = 256
+
+
+class HeadCache:
+    """Preallocated keys and values with per-row lengths; grows by doubling.
+
+    Args:
+        num_layers: draft layers L.
+        num_kv_heads: key-value heads H.
+        head_dim: head dimension D.
+        batch_size: rows B.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        shape = (num_layers, 2, batch_size, num_kv_heads, MIN_CAPACITY, head_dim)
+        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = [0] * batch_size
+
+    @property
+    def is_ragged(self) -> bool:
+        """True where rows differ in length."""
+        return len(set(self.lengths)) > 1
+
+    def append(self, keys_values: Tensor, num_tokens: list[int]) -> None:
+        """Adds `num_tokens[b]` of the T new tokens in `keys_values` [L, 2, B, H, T, D] to each row."""
+        needed = max(length + new for length, new in zip(self.lengths, num_tokens, strict=True))
+        capacity = self._storage.shape[4]
+        if needed > capacity:
+            shape = list(self._storage.shape)
+            shape[4] = max(needed, 2 * capacity)
+            grown = self._storage.new_zeros(shape)
+            grown[..., :capacity, :] = self._storage
+            self._storage = grown
+        for row, (length, new) in enumerate(zip(self.lengths, num_tokens, strict=True)):
+            self._storage[:, :, row, :, length : length + new] = keys_values[:, :, row, :, :new]
+        self.lengths = [length + new for length, new in zip(self.lengths, num_tokens, strict=True)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns views of one layer's keys and values [B, H, longest row, D]."""
+        longest = max(self.lengths)
+        return self._storage[index, 0, :, :, :longest], self._storage[index, 1, :, :, :longest]
