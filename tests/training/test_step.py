@@ -1,0 +1,263 @@
+"""The packed training step: what each slot is taught, who gets gradients, what a block may see, and accumulation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jetflow import masks
+from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.config import DraftHeadConfig
+from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL
+from jetflow.targets import Target
+from jetflow.training import Batch, block_loss, draft_loss, sample_anchors
+
+VOCAB, BLOCK, TAPS = 40, 5, (0, 1, 2)
+# Sums of a few hundred float32 terms in another order.
+ATOL = 1e-6
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, max_position_embeddings=64, eos_token_id=None,
+        initializer_range=0.3,
+    )  # fmt: skip
+    return Target(Qwen3ForCausalLM(config).eval())
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "bidirectional"])
+def head(request, target):
+    torch.manual_seed(1)
+    return make_head(target, causal=request.param)
+
+
+def make_head(target, *, causal):
+    config = DraftHeadConfig(
+        hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, block_size=BLOCK,
+        taps=TAPS, mask_token_id=VOCAB - 1, vocab_size=VOCAB, num_target_layers=3, target_hidden_size=16, causal=causal,
+        rope_parameters=dict(target.config.rope_parameters), max_position_embeddings=64,
+    )  # fmt: skip
+    return BlockDraftHead(config)
+
+
+def make_batch(*lengths, prompt=3, seed=0, width=None):
+    """Rows of random tokens of these lengths; all tokens after the prompt are supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    width = width or max(lengths)
+    token_ids = torch.randint(VOCAB - 1, (len(lengths), width), generator=generator)
+    places = torch.arange(width)
+    return Batch(token_ids, (places >= prompt) & (places < torch.tensor(lengths)[:, None]))
+
+
+def all_anchors(batch):
+    return sample_anchors(batch.loss_mask, batch.loss_mask.shape[1])
+
+
+class PerfectHead(nn.Module):
+    """Knows the text: its hidden state at position p is the one-hot of the token `offset` places after p."""
+
+    def __init__(self, token_ids, offset=0):
+        super().__init__()
+        self.config = SimpleNamespace(block_size=BLOCK, taps=TAPS, mask_token_id=VOCAB - 1, causal=True)
+        self.fc = nn.Linear(1, 1)
+        self.token_ids, self.offset = token_ids, offset
+
+    def forward(self, block_embeds, features, block_positions, mask):
+        places = (block_positions + self.offset).clamp(max=self.token_ids.shape[1] - 1)
+        return 60.0 * nn.functional.one_hot(self.token_ids.gather(1, places), VOCAB).float()
+
+
+class CertainTarget:
+    """Its logits at position p are certain of the token at p + 1; logits are hidden states as they are."""
+
+    def __init__(self, token_ids):
+        self.dtype = torch.float32
+        self.model = SimpleNamespace(get_output_embeddings=nn.Identity)
+        following = token_ids.roll(-1, 1)
+        self.logits = 60.0 * nn.functional.one_hot(following, VOCAB).float()
+
+    def embed(self, ids):
+        return torch.zeros(*ids.shape, 16)
+
+    def features(self, token_ids, taps):
+        return torch.zeros(*token_ids.shape, 48), self.logits
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), ForwardKL(), ReverseKL()], ids=["ce", "forward", "reverse"])
+def test_perfect_head_is_right_at_every_depth(loss):
+    batch = make_batch(14, 9)
+    head, target = PerfectHead(batch.token_ids), CertainTarget(batch.token_ids)
+    out = draft_loss(head, target, batch, loss=loss, num_anchors=6)
+    assert out.accuracy_by_depth.tolist() == [1.0] * (BLOCK - 1)
+    assert out.loss.item() == pytest.approx(0.0, abs=1e-6)
+    for offset in (-1, 1):
+        shifted = draft_loss(PerfectHead(batch.token_ids, offset), target, batch, loss=loss, num_anchors=6)
+        assert shifted.accuracy_by_depth.max() < 0.5
+        assert shifted.loss > 10
+
+
+def test_metrics_count_each_depth_and_end_with_the_span():
+    # Supervised: positions 3 to 6. Anchors 2, 3, 4, 5 have 4, 3, 2, 1 slots.
+    batch = make_batch(7, width=12)
+    head, target = PerfectHead(batch.token_ids), CertainTarget(batch.token_ids)
+    anchors, valid = all_anchors(batch)
+    out = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=CrossEntropy())
+    assert out.num_slots_by_depth.tolist() == [4, 3, 2, 1]
+    assert out.num_anchors.item() == 4
+    assert out.weight_sum.item() == 10
+    assert out.expected_acceptance_length.item() == pytest.approx(1 + (4 + 3 + 2 + 1) / 4, rel=1e-5)
+
+
+def test_loss_equals_blocks_taken_one_by_one(head, target):
+    batch = make_batch(11, 8)
+    anchors, valid = sample_anchors(batch.loss_mask, 4, torch.Generator().manual_seed(2))
+    loss, decay_rate = ForwardKL(2.0), 3.0
+    out = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate)
+    total, weight_sum = 0.0, 0.0
+    for b, row in enumerate(batch.token_ids):
+        features, logits = target.features(row[None], TAPS)
+        for anchor in anchors[b][valid[b]].tolist():
+            # As at decode time: a cache that holds what lies before the anchor.
+            cache = head.new_cache(1)
+            head.extend_context(cache, features[:, :anchor], torch.tensor([anchor]))
+            block = torch.full((1, BLOCK), VOCAB - 1)
+            block[0, 0] = row[anchor]
+            rule = masks.in_block(causal=head.config.causal, block_size=BLOCK, context_len=0)
+            hidden = head.draft(target.embed(block), cache, masks.dense(rule, 1, 1, BLOCK, BLOCK)[0, 0])
+            for i in range(1, BLOCK):
+                if anchor + i >= len(row) or not batch.loss_mask[b, anchor + i]:
+                    break
+                weight = torch.exp(torch.tensor(-(i - 1) / decay_rate)).item()
+                value = loss(target.lm_head(hidden[0, i]), logits[0, anchor + i - 1], row[anchor + i])
+                total, weight_sum = total + weight * value.item(), weight_sum + weight
+    assert out.loss.item() == pytest.approx(total / weight_sum, rel=1e-5)
+    assert out.weight_sum.item() == pytest.approx(weight_sum, rel=1e-5)
+
+
+def test_gradients_reach_every_head_parameter_and_no_target_parameter(head, target):
+    assert all(parameter.requires_grad for parameter in target.model.parameters())
+    out = draft_loss(head, target, make_batch(12, 9), loss=ForwardKL(), num_anchors=4)
+    out.loss.backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert all(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_block_sees_no_feature_from_its_anchor_on(head, target):
+    batch = make_batch(14)
+    anchors, valid = torch.tensor([[4, 6, 9]]), torch.ones(1, 3, dtype=torch.bool)
+    features, logits = target.features(batch.token_ids, TAPS)
+    features.requires_grad_()
+    fixed = SimpleNamespace(model=target.model, dtype=target.dtype, embed=target.embed)
+    fixed.features = lambda token_ids, taps: (features, logits)
+    for kept in range(3):
+        features.grad = None
+        only = valid & (torch.arange(3) == kept)
+        block_loss(head, fixed, batch, anchors=anchors, valid=only, loss=ForwardKL()).loss.backward()
+        reacts = (features.grad[0].abs().sum(-1) > 0).tolist()
+        anchor = int(anchors[0, kept])
+        assert reacts == [position < anchor for position in range(14)]
+
+
+def test_micro_batches_add_up_to_the_whole_batch(target):
+    head = make_head(target, causal=True)
+    batch = make_batch(5, 12, 6, 10, width=12)
+    anchors, valid = sample_anchors(batch.loss_mask, 4, torch.Generator().manual_seed(0))
+    whole = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL(), decay_rate=4.0)
+    whole.loss.backward()
+    expected = [parameter.grad.clone() for parameter in head.parameters()]
+    for size in (1, 2):
+        head.zero_grad()
+        losses, weights = torch.tensor(0.0), torch.tensor(0.0)
+        for start in range(0, 4, size):
+            rows = slice(start, start + size)
+            part = Batch(batch.token_ids[rows], batch.loss_mask[rows])
+            out = block_loss(
+                head, target, part, anchors=anchors[rows], valid=valid[rows], loss=ForwardKL(), decay_rate=4.0
+            )
+            (out.loss * out.weight_sum).backward()
+            losses, weights = losses + out.loss.detach() * out.weight_sum, weights + out.weight_sum
+        torch.testing.assert_close(losses / weights, whole.loss.detach(), atol=ATOL, rtol=1e-5)
+        for parameter, grad in zip(head.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad / weights, grad, atol=ATOL, rtol=1e-4)
+
+
+def test_padding_changes_nothing(target):
+    head = make_head(target, causal=True)
+    batch = make_batch(9)
+    anchors, valid = all_anchors(batch)
+    short = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL())
+    padded = Batch(*(torch.nn.functional.pad(part, (0, 7)) for part in batch))
+    anchors, valid = all_anchors(padded)
+    long = block_loss(head, target, padded, anchors=anchors, valid=valid, loss=ForwardKL())
+    torch.testing.assert_close(long.loss, short.loss, atol=ATOL, rtol=1e-5)
+    assert torch.equal(long.num_slots_by_depth, short.num_slots_by_depth)
+
+
+@pytest.mark.parametrize("length", [BLOCK - 2, BLOCK, BLOCK + 1])
+def test_sequences_about_as_long_as_a_block(target, length):
+    head = make_head(target, causal=True)
+    out = draft_loss(head, target, make_batch(length, prompt=1), loss=ForwardKL(), num_anchors=8)
+    out.loss.backward()
+    assert out.num_anchors.item() == length - 1
+    assert out.loss.isfinite()
+
+
+def test_nothing_supervised_gives_zero_loss_and_finite_gradients(target):
+    head = make_head(target, causal=True)
+    out = draft_loss(head, target, make_batch(3, 3, width=8), loss=ForwardKL(), num_anchors=2)
+    out.loss.backward()
+    assert out.loss.item() == out.weight_sum.item() == out.num_anchors.item() == 0
+    assert out.expected_acceptance_length.item() == 0
+    for name, parameter in head.named_parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
+
+
+def test_row_without_answer_leaves_the_other_row_alone(target):
+    head = make_head(target, causal=True)
+    batch = make_batch(10, 3)
+    anchors, valid = all_anchors(batch)
+    both = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL())
+    first = Batch(batch.token_ids[:1], batch.loss_mask[:1])
+    alone = block_loss(head, target, first, anchors=anchors[:1], valid=valid[:1], loss=ForwardKL())
+    torch.testing.assert_close(both.loss, alone.loss, atol=ATOL, rtol=1e-5)
+    assert both.num_anchors == alone.num_anchors
+
+
+def test_head_in_float32_learns_from_a_bfloat16_target(target):
+    half = Target(Qwen3ForCausalLM(target.model.config).to(torch.bfloat16).eval())
+    head = make_head(target, causal=True)
+    out = draft_loss(head, half, make_batch(9), loss=ForwardKL(), num_anchors=3)
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert head.fc.weight.grad.dtype == torch.float32
+
+
+def test_training_lowers_the_loss(target):
+    head = make_head(target, causal=True)
+    batch = make_batch(16, 16)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    losses = []
+    for step in range(60):
+        out = draft_loss(
+            head, target, batch, loss=ForwardKL(), num_anchors=12, generator=torch.Generator().manual_seed(step)
+        )
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        losses.append(out.loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_mask_of_another_shape_is_named(target):
+    head = make_head(target, causal=True)
+    batch = make_batch(9)
+    with pytest.raises(ValueError, match=r"loss_mask must have the shape of token_ids, \(1, 9\), got \(1, 8\)"):
+        draft_loss(head, target, Batch(batch.token_ids, batch.loss_mask[:, :8]), loss=ForwardKL(), num_anchors=2)
