@@ -60,12 +60,14 @@ class Candidates(NamedTuple):
         cum_log_probs: float32 [B, F, K], log-probability of the whole path from the root.
         depth: depth of these children (the root has 0).
         ranks: int64 [K], 0 for the parent's likeliest child.
+        parent_priorities: float32 [B, F, 1], the priority that the parent got; 0 for the root.
     """
 
     log_probs: Tensor
     cum_log_probs: Tensor
     depth: int
     ranks: Tensor
+    parent_priorities: Tensor
 
 
 class ScoringFunction(Protocol):

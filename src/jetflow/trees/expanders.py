@@ -1,0 +1,245 @@
+"""Tree expanders: from a candidate source to a token tree of at most `budget` nodes.
+
+Equal priorities break ties the same way everywhere: lower depth, lower parent, lower rank.
+
+Dimension key: B batch, D source levels, K candidates per parent, M ledger entries, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from jetflow.protocols import CandidateSource, Frontier, ScoringFunction
+from jetflow.scoring.functions import cumulative_log_prob
+from jetflow.trees.growth import NEVER, best_indices, compact, grow
+from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
+
+
+class BestFirst:
+    """The exact best tree: the `budget` nodes of highest priority among all that the source offers.
+
+    With the default score this is the tree that maximises the expected acceptance length under the draft's own law
+    (DDTree, arXiv 2604.12989, Propositions 1 and 2). A node at depth d has d ancestors in the tree, so at most
+    `budget - d` nodes of a level can be in it; keeping that many per level is exact. Nodes stand best first, so
+    `tree.first(n)` is the best tree of n nodes.
+
+    Args:
+        scoring: priority of a candidate; cumulative log-probability when absent.
+
+    Example:
+        >>> from jetflow import MarginalSource
+        >>> source = MarginalSource.from_logits(torch.tensor([[[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]]), width=3)
+        >>> BestFirst()(torch.tensor([5]), source, 4).tokens.tolist()
+        [[5, 0, 0, 1]]
+    """
+
+    def __init__(self, scoring: ScoringFunction = cumulative_log_prob):
+        self.scoring = scoring
+
+    def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
+        """Builds trees of at most `budget` nodes.
+
+        Args:
+            root_tokens: int64 [B].
+            source: says which children nodes may get.
+            budget: most nodes, root included.
+
+        Returns:
+            Trees [B, N] with N <= budget; rows with fewer reachable nodes are padded.
+
+        Raises:
+            ValueError: `budget` is below 1 or `root_tokens` is not int64 [B].
+        """
+        levels = _checked_levels(root_tokens, source, budget)
+        if levels < 1:
+            return TokenTree.root_only(root_tokens)
+        ledger = grow(root_tokens, source, self.scoring, levels=levels, frontier_size=lambda level: budget - level)
+        count = min(budget, ledger.tokens.shape[1]) - 1
+        best = best_indices(ledger.priorities[:, 1:], count) + 1
+        best = torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+        # Where each ledger entry stands in the tree; entries outside it are never looked up.
+        place = torch.zeros_like(ledger.parents).scatter(
+            1, best, torch.arange(count + 1, device=best.device).expand_as(best)
+        )
+        exists = ledger.priorities.gather(1, best) != NEVER
+        parents = place.gather(1, ledger.parents.gather(1, best))
+        parents = torch.where(exists, parents, PADDING_PARENT)
+        parents[:, 0] = PADDING_PARENT
+        return TokenTree(
+            tokens=torch.where(exists, ledger.tokens.gather(1, best), 0),
+            parents=parents,
+            depths=torch.where(exists, ledger.depths[best], 0),
+            scores=torch.where(exists, ledger.scores.gather(1, best), NEVER),
+            num_nodes=exists.sum(dim=1),
+        )
+
+
+class FanoutBestFirst:
+    """The published rule (JetSpec, arXiv 2606.18394, Algorithm 1): pop the best open node, add up to W children.
+
+    A child never ranks above its parent, so the nodes popped are just the best ones in order: they are found like those
+    of `BestFirst`, and their children are appended until the budget is used. Nodes stand in the order in which the
+    algorithm adds them. It spends nodes on low ranks and is never better than `BestFirst`; it is here so that published
+    numbers can be repeated.
+
+    Args:
+        width: children W that a popped node gets.
+        scoring: priority of a node; cumulative log-probability when absent.
+
+    Raises:
+        ValueError: `width` is below 1.
+    """
+
+    def __init__(self, width: int, scoring: ScoringFunction = cumulative_log_prob):
+        self.width = _checked_width(width)
+        self.scoring = scoring
+
+    def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
+        """Builds trees of at most `budget` nodes; see `BestFirst`."""
+        levels = _checked_levels(root_tokens, source, budget)
+        if levels < 1:
+            return TokenTree.root_only(root_tokens)
+        ledger = grow(
+            root_tokens,
+            source,
+            self.scoring,
+            levels=levels,
+            frontier_size=lambda level: budget - level,
+            width=self.width,
+        )
+        offered, width = ledger.child_scores.shape[1:]
+        count = min(budget, offered) - 1
+        popped = best_indices(ledger.priorities[:, 1:offered], count) + 1
+        popped = torch.cat([popped.new_zeros(len(popped), 1), popped], dim=1)
+        rows = popped[:, :, None].expand(-1, -1, width)
+        # Entry 0 is the root; entry 1 + i * W + r is child r of the i-th popped node.
+        scores = ledger.child_scores.gather(1, rows).flatten(1)
+        tokens = ledger.child_tokens.gather(1, rows).flatten(1)
+        turn = torch.zeros_like(ledger.parents).scatter(
+            1, popped, torch.arange(count + 1, device=popped.device).expand_as(popped)
+        )
+        entry = 1 + turn.gather(1, ledger.parents) * width + ledger.ranks
+        entry[:, 0] = 0
+        parents = entry.gather(1, popped)[:, :, None].expand(-1, -1, width).flatten(1)
+        depths = ledger.depths[popped][:, :, None].expand(-1, -1, width).flatten(1) + 1
+        zeros = popped.new_zeros(len(popped), 1)
+        return compact(
+            torch.cat([root_tokens[:, None], tokens], dim=1),
+            torch.cat([zeros, parents], dim=1),
+            torch.cat([zeros, depths], dim=1),
+            torch.cat([zeros.float(), scores], dim=1),
+            budget,
+        )
+
+
+class Beam:
+    """Keeps the `width` best nodes of each level, level by level, until the budget is used.
+
+    Args:
+        width: nodes per level.
+        scoring: priority of a candidate; cumulative log-probability when absent.
+
+    Raises:
+        ValueError: `width` is below 1.
+    """
+
+    def __init__(self, width: int, scoring: ScoringFunction = cumulative_log_prob):
+        self.width = _checked_width(width)
+        self.scoring = scoring
+
+    def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
+        """Builds trees of at most `budget` nodes; see `BestFirst`."""
+        levels = _checked_levels(root_tokens, source, budget)
+        if levels < 1:
+            return TokenTree.root_only(root_tokens)
+        ledger = grow(root_tokens, source, self.scoring, levels=levels, frontier_size=lambda level: self.width)
+        return compact(ledger.tokens, ledger.parents, ledger.depths, ledger.scores, budget)
+
+
+class Chain:
+    """The single path that takes the likeliest child each time: a beam of width 1."""
+
+    def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
+        """Builds chains of at most `budget` nodes; see `BestFirst`."""
+        return Beam(1)(root_tokens, source, budget)
+
+
+class FixedShape:
+    """A static topology: node i is the child of rank `ranks[i]` of node `parents[i]`.
+
+    Args:
+        parents: parent of each node, -1 for node 0, parents first.
+        ranks: rank of each node among its parent's candidates; that of the root is not read.
+
+    Raises:
+        ValueError: the lists differ in length, a parent does not come before its child, a rank is negative, or two
+            nodes are the same child.
+
+    Example:
+        >>> shape = FixedShape(parents=[-1, 0, 0, 1], ranks=[0, 0, 1, 0])
+    """
+
+    def __init__(self, parents: Sequence[int], ranks: Sequence[int]):
+        if len(parents) != len(ranks) or not parents:
+            raise ValueError(f"parents and ranks must have one length of at least 1, got {len(parents)}, {len(ranks)}")
+        if min(ranks) < 0:
+            raise ValueError(f"ranks must be at least 0, got {min(ranks)}")
+        # The rules of a shape are those of a tree whose tokens are ranks.
+        checked = TokenTree.from_parents([list(ranks)], [list(parents)])
+        self._parents, self._ranks = list(parents), list(ranks)
+        self._depths = checked.depths[0].tolist()
+
+    def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
+        """Builds trees of this shape, cut to its first `budget` nodes; nodes that do not exist are left out.
+
+        Raises:
+            ValueError: as for `BestFirst`, or the shape is deeper or wider than the source.
+        """
+        _checked_levels(root_tokens, source, budget)
+        size = min(budget, len(self._parents))
+        deepest = max(self._depths[:size])
+        if deepest > source.max_depth:
+            raise ValueError(f"the shape has {deepest} levels, but the source fills {source.max_depth}")
+        zeros = torch.zeros_like(root_tokens)
+        tokens, scores = [root_tokens] * size, [zeros.float()] * size
+        level_nodes, slots = [0], zeros[:, None]
+        for level in range(1, deepest + 1):
+            frontier = Frontier(
+                torch.stack([tokens[node] for node in level_nodes], dim=1),
+                slots,
+                torch.stack([scores[node] for node in level_nodes], dim=1),
+            )
+            child_tokens, log_probs = source(level, frontier)
+            children = [node for node in range(1, size) if self._depths[node] == level]
+            for node in children:
+                slot, rank = level_nodes.index(self._parents[node]), self._ranks[node]
+                if rank >= child_tokens.shape[2]:
+                    raise ValueError(f"the shape asks for rank {rank}, but the source offers {child_tokens.shape[2]}")
+                row = slot if child_tokens.shape[1] > 1 else 0
+                tokens[node] = child_tokens[:, row, rank]
+                scores[node] = scores[self._parents[node]] + log_probs[:, row, rank]
+            slots = zeros[:, None] + torch.tensor([level_nodes.index(self._parents[node]) for node in children]).to(
+                zeros
+            )
+            level_nodes = children
+        parents = zeros[:, None] + torch.tensor([max(parent, 0) for parent in self._parents[:size]]).to(zeros)
+        depths = torch.tensor(self._depths[:size]).to(zeros)
+        return compact(torch.stack(tokens, dim=1), parents, depths, torch.stack(scores, dim=1), budget)
+
+
+def _checked_levels(root_tokens: Tensor, source: CandidateSource, budget: int) -> int:
+    """Returns how many levels a tree of `budget` nodes can use."""
+    if budget < 1:
+        raise ValueError(f"budget must be at least 1 (the root), got {budget}")
+    if root_tokens.dim() != 1 or root_tokens.dtype != torch.int64:
+        raise ValueError(f"root_tokens must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}")
+    return min(source.max_depth, budget - 1)
+
+
+def _checked_width(width: int) -> int:
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    return width
