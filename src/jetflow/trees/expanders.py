@@ -193,18 +193,18 @@ class FixedShape:
         self._depths = checked.depths[0].tolist()
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
-        """Builds trees of this shape, cut to its first `budget` nodes; nodes that do not exist are left out.
+        """Builds trees of this shape, cut to its first `budget` nodes.
+
+        Nodes whose token does not exist and levels that the source does not fill (as near a length limit) are left out.
 
         Raises:
-            ValueError: as for `BestFirst`, or the shape is deeper or wider than the source.
+            ValueError: as for `BestFirst`, or the shape asks for a rank that the source does not offer.
         """
-        _checked_levels(root_tokens, source, budget)
+        levels = _checked_levels(root_tokens, source, budget)
         size = min(budget, len(self._parents))
-        deepest = max(self._depths[:size])
-        if deepest > source.max_depth:
-            raise ValueError(f"the shape has {deepest} levels, but the source fills {source.max_depth}")
+        deepest = min(levels, max(self._depths[:size]))
         zeros = torch.zeros_like(root_tokens)
-        tokens, scores = [root_tokens] * size, [zeros.float()] * size
+        tokens, scores = [root_tokens] * size, [zeros.float()] + [zeros.float() + NEVER] * (size - 1)
         level_nodes, slots = [0], zeros[:, None]
         for level in range(1, deepest + 1):
             frontier = Frontier(
