@@ -20,6 +20,9 @@ from transformers import (
 
 from jetflow import Target
 
+# Tiny matrices gain nothing from threads and stall on them where cores are shared.
+torch.set_num_threads(1)
+
 SHARED_FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
 VOCAB_SIZE = 61
 SMALL = {

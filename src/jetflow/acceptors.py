@@ -94,9 +94,7 @@ class SamplingAcceptor:
 def _follow(tree: TokenTree, next_tokens: Callable[[list[int]], list[int]]) -> Acceptance:
     """Walks from the roots on the host: `next_tokens` gives the target's token at one node of each row."""
     parents, tokens, counts = tree.parents.tolist(), tree.tokens.tolist(), tree.num_nodes.tolist()
-    children = [
-        {(parents[row][node], tokens[row][node]): node for node in range(1, count)} for row, count in enumerate(counts)
-    ]
+    children = [{(parents[row][node], tokens[row][node]): node for node in range(1, count)} for row, count in enumerate(counts)]
     paths: list[list[int]] = [[0] for _ in counts]
     bonus = next_tokens([0] * len(counts))
     moving = list(range(len(counts)))

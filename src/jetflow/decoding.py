@@ -257,21 +257,15 @@ def _is_one_prompt(prompt: Any) -> bool:
 def _checked_bonus(acceptance: Acceptance, position: int) -> int:
     bonus = int(acceptance.bonus[0])
     if bonus < 0:
-        raise ValueError(
-            f"the target's logits after {position} tokens are NaN or all -inf; check its weights and dtype"
-        )
+        raise ValueError(f"the target's logits after {position} tokens are NaN or all -inf; check its weights and dtype")
     return bonus
 
 
 def _check_tree(tree: TokenTree, root_token: int, budget: int) -> None:
     """Guards the seam where users plug in drafters of their own."""
     if tree.batch_size != 1 or tree.max_nodes > budget:
-        raise ValueError(
-            f"the drafter must return one tree of at most {budget} nodes, got shape {list(tree.tokens.shape)}"
-        )
+        raise ValueError(f"the drafter must return one tree of at most {budget} nodes, got shape {list(tree.tokens.shape)}")
     if int(tree.tokens[0, 0]) != root_token:
-        raise ValueError(
-            f"node 0 of the drafter's tree must be the root token {root_token}, got {int(tree.tokens[0, 0])}"
-        )
+        raise ValueError(f"node 0 of the drafter's tree must be the root token {root_token}, got {int(tree.tokens[0, 0])}")
     if bool(tree.scores.isnan().any()):
         raise ValueError("the drafter's tree has NaN scores; check the draft head's weights and dtype")

@@ -1,7 +1,7 @@
 """Losses between the draft's and the target's law at each position, and the weights that average them.
 
-Every loss computes in float32 (float64 logits stay float64), treats the target's logits as constants, and gives 0 with a
-zero gradient where `labels` is -100, whatever the logits are there.
+Every loss computes in float32 (float64 logits stay float64), treats the target's logits as constants, and gives 0 with
+a zero gradient where `labels` is -100, whatever the logits are there.
 
 Dimension key: V vocabulary.
 """
@@ -193,13 +193,11 @@ def _checked_temperature(temperature: float) -> float:
 def _check_inputs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> None:
     if draft_logits.shape != target_logits.shape:
         raise ValueError(
-            f"target_logits must have the shape of draft_logits, {tuple(draft_logits.shape)}, "
-            f"got {tuple(target_logits.shape)}"
+            f"target_logits must have the shape of draft_logits, {tuple(draft_logits.shape)}, got {tuple(target_logits.shape)}"
         )
     if labels.shape != draft_logits.shape[:-1]:
         raise ValueError(
-            f"labels must have the shape of draft_logits without V, {tuple(draft_logits.shape[:-1])}, "
-            f"got {tuple(labels.shape)}"
+            f"labels must have the shape of draft_logits without V, {tuple(draft_logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
     for name, logits in (("draft_logits", draft_logits), ("target_logits", target_logits)):
         if not logits.is_floating_point():
@@ -214,9 +212,7 @@ def _prepare(logits: Tensor, ignored: Tensor) -> Tensor:
     return logits.masked_fill(ignored.unsqueeze(-1), 0.0)
 
 
-def _both_log_probs(
-    draft_logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _both_log_probs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Checks the inputs and returns the log-probabilities of draft and target; equal ones at ignored positions."""
     _check_inputs(draft_logits, target_logits, labels)
     ignored = labels == IGNORED_LABEL

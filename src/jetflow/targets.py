@@ -132,6 +132,17 @@ class Target:
             return ()
         return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
 
+    def chat_ids(self, text: str) -> list[int]:
+        """Returns the token ids of a chat with one user turn, ready for the answer.
+
+        Raises:
+            ValueError: there is no tokenizer, or it has no chat template.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the target's tokenizer has no chat template; pass the prompt as plain text")
+        turns = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Returns the input embeddings [..., H] of `token_ids` int64 [...]."""
         return self.model.get_input_embeddings()(token_ids)
@@ -258,9 +269,7 @@ def _check_supported(model: PreTrainedModel) -> None:
         )
     for setting in UNSUPPORTED_SETTINGS:
         if getattr(config, setting, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet"
-            )
+            raise ValueError(f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise ValueError("the model is split over several devices; load it on one device")
     if model.get_output_embeddings() is None or not hasattr(model.get_decoder(), "layers"):

@@ -34,9 +34,7 @@ class ParallelDrafter:
         >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
     """
 
-    def __init__(
-        self, head: BlockDraftHead, target: Target, expander: TreeExpander | None = None, *, width: int | None = None
-    ):
+    def __init__(self, head: BlockDraftHead, target: Target, expander: TreeExpander | None = None, *, width: int | None = None):
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         _check_match(head, target)

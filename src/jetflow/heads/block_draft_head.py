@@ -164,9 +164,7 @@ class BlockDraftHead(nn.Module):
             states = layer(states, cache.layer(index), rotation, mask)
         return self.norm(states)
 
-    def forward(
-        self, block_embeds: Tensor, features: Tensor, block_positions: Tensor, mask: Tensor | BlockMask
-    ) -> Tensor:
+    def forward(self, block_embeds: Tensor, features: Tensor, block_positions: Tensor, mask: Tensor | BlockMask) -> Tensor:
         """Runs packed blocks over a whole context, as training does.
 
         Args:

@@ -202,23 +202,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes
     sliding = "sliding_attention" in (sizes.get("layer_types") or ())
     if sliding or raw.get("use_swa") or nested.get("use_swa") or sizes.get("use_sliding_window"):
         raise ValueError("config.json asks for sliding-window draft layers, which are not supported yet")
-    if (
-        nested.get("projector_type")
-        or nested.get("shift_label")
-        or raw.get("markov_rank")
-        or raw.get("conv_kernel_size")
-    ):
-        raise ValueError(
-            "config.json belongs to a head with a correction (Domino, DSpark or DFlash 2), not supported yet"
-        )
+    if nested.get("projector_type") or nested.get("shift_label") or raw.get("markov_rank") or raw.get("conv_kernel_size"):
+        raise ValueError("config.json belongs to a head with a correction (Domino, DSpark or DFlash 2), not supported yet")
     if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
         raise ValueError("sample_from_anchor=true: heads that predict from the anchor's slot are not supported yet")
     draft_vocab = raw.get("draft_vocab_size")
     vocab = raw.get("vocab_size") or sizes.get("vocab_size")
     if draft_vocab is not None and draft_vocab != vocab:
-        raise ValueError(
-            f"draft_vocab_size={draft_vocab} must equal vocab_size={vocab}; reduced ones are not supported"
-        )
+        raise ValueError(f"draft_vocab_size={draft_vocab} must equal vocab_size={vocab}; reduced ones are not supported")
 
 
 def _folder(name_or_path: str) -> Path:

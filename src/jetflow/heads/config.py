@@ -130,7 +130,5 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     last = num_target_layers - 3
     taps = tuple(round(1 + index * (last - 1) / (num_taps - 1)) for index in range(num_taps))
     if last < 1 or len(set(taps)) < num_taps:
-        raise ValueError(
-            f"num_taps={num_taps} do not fit between layers 1 and {last} of {num_target_layers}; pass taps"
-        )
+        raise ValueError(f"num_taps={num_taps} do not fit between layers 1 and {last} of {num_target_layers}; pass taps")
     return taps

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None
-) -> Tensor:
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None) -> Tensor:
     """Attends with grouped heads without copying keys and values once per query head.
 
     The G query heads that share a key-value head are laid out as further queries, so that keys and values are read

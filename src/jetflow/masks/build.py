@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def dense(
-    rule: MaskMod, batch: int, num_heads: int, q_len: int, kv_len: int, *, device: torch.device | str = "cpu"
-) -> Tensor:
+def dense(rule: MaskMod, batch: int, num_heads: int, q_len: int, kv_len: int, *, device: torch.device | str = "cpu") -> Tensor:
     """Evaluates a rule everywhere.
 
     Args:

@@ -61,9 +61,7 @@ class BestFirst:
         best = best_indices(ledger.priorities[:, 1:], count) + 1
         best = torch.cat([best.new_zeros(len(best), 1), best], dim=1)
         # Where each ledger entry stands in the tree; entries outside it are never looked up.
-        place = torch.zeros_like(ledger.parents).scatter(
-            1, best, torch.arange(count + 1, device=best.device).expand_as(best)
-        )
+        place = torch.zeros_like(ledger.parents).scatter(1, best, torch.arange(count + 1, device=best.device).expand_as(best))
         exists = ledger.priorities.gather(1, best) != NEVER
         parents = place.gather(1, ledger.parents.gather(1, best))
         parents = torch.where(exists, parents, PADDING_PARENT)
@@ -221,9 +219,7 @@ class FixedShape:
                 row = slot if child_tokens.shape[1] > 1 else 0
                 tokens[node] = child_tokens[:, row, rank]
                 scores[node] = scores[self._parents[node]] + log_probs[:, row, rank]
-            slots = zeros[:, None] + torch.tensor([level_nodes.index(self._parents[node]) for node in children]).to(
-                zeros
-            )
+            slots = zeros[:, None] + torch.tensor([level_nodes.index(self._parents[node]) for node in children]).to(zeros)
             level_nodes = children
         parents = zeros[:, None] + torch.tensor([max(parent, 0) for parent in self._parents[:size]]).to(zeros)
         depths = torch.tensor(self._depths[:size]).to(zeros)

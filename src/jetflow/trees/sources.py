@@ -29,8 +29,7 @@ class MarginalSource:
     def __init__(self, tokens: Tensor, log_probs: Tensor):
         if tokens.dim() != 3 or tokens.shape != log_probs.shape:
             raise ValueError(
-                "tokens and log_probs must share one shape [B, D, K], got "
-                f"{list(tokens.shape)} and {list(log_probs.shape)}"
+                f"tokens and log_probs must share one shape [B, D, K], got {list(tokens.shape)} and {list(log_probs.shape)}"
             )
         self.tokens = tokens
         self.log_probs = log_probs

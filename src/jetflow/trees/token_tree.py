@@ -194,9 +194,7 @@ class TokenTree:
         return cls.from_parents([tokens], [parents], [scores])
 
 
-def _checked_depths(
-    tokens: list[int], parents: list[int], scores: list[float], num_nodes: int, *, row_index: int
-) -> list[int]:
+def _checked_depths(tokens: list[int], parents: list[int], scores: list[float], num_nodes: int, *, row_index: int) -> list[int]:
     """Returns the depth of every node of one row, or raises the ValueError that `from_parents` documents."""
     if not 1 <= num_nodes <= len(tokens):
         raise ValueError(f"num_nodes[{row_index}]={num_nodes} must be in [1, {len(tokens)}]")
@@ -212,9 +210,7 @@ def _checked_depths(
             raise ValueError(f"token {tokens[node]} stands twice below node {parent} of row {row_index}")
         # Also catches NaN, which compares False.
         if not scores[node] <= scores[parent]:
-            raise ValueError(
-                f"scores[{row_index}, {node}]={scores[node]} must not be above its parent's {scores[parent]}"
-            )
+            raise ValueError(f"scores[{row_index}, {node}]={scores[node]} must not be above its parent's {scores[parent]}")
         seen.add((parent, tokens[node]))
         depths[node] = depths[parent] + 1
     return depths

@@ -1,0 +1,44 @@
+# Every target sets up what it needs in .venv and can be run on a bare machine.
+PYTHON ?= python3
+BIN := .venv/bin
+# On machines without a CUDA build at hand this line installs the CPU build.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint docs bench bench-tiny clean
+
+demo: .venv/.base
+	$(BIN)/jetflow demo
+
+test: .venv/.dev
+	$(BIN)/pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy src
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+bench: bench-tiny
+	$(BIN)/python -m bench.tree_building
+
+bench-tiny: .venv/.base
+	$(BIN)/python -m bench.tiny
+
+.venv/.base: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv/.dev: .venv/.base
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+.venv/.docs: .venv/.base
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+clean:
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache

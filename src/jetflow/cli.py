@@ -1,0 +1,192 @@
+"""The `jetflow` command. Only here are parts chosen by name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetflow.decoding import SpeculativeDecoder
+    from jetflow.protocols import Drafter, TreeExpander
+    from jetflow.targets import Target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"jetflow: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jetflow", description="Lossless tree speculative decoding.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="stream a few prompts three ways and compare text and speed")
+    demo.add_argument("--models", default="models/tiny", help="folder with target/, head/ and heldout.jsonl")
+    demo.add_argument("--prompts", type=int, default=6, help="how many prompts (default 6)")
+    demo.add_argument("--budget", type=int, default=16, help="nodes per tree, root included (default 16)")
+    demo.add_argument("--max-new-tokens", type=int, default=160)
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue prompts")
+    _add_model_arguments(generate)
+    generate.add_argument("--prompts-file", help='JSONL with a "prompt" text or a list "turns" in each line')
+    generate.add_argument("--num-prompts", type=int, help="only the first so many lines of the file")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--top-p", type=float)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
+    generate.set_defaults(run=_generate)
+
+    inspect = commands.add_parser("inspect", help="draw the tree of one round")
+    _add_model_arguments(inspect)
+    inspect.add_argument("--round", type=int, default=0, help="which round (default 0)")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder or hub name of the target")
+    parser.add_argument("--head", help="folder or hub name of its draft head")
+    parser.add_argument("--drafter", choices=["lookup", "none"], help="a drafter that needs no head")
+    parser.add_argument("--prompt", help="text to continue")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
+    parser.add_argument("--budget", type=int, default=16, help="nodes per tree, root included (default 16)")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--expander", choices=["best-first", "fanout", "beam", "chain"], default="best-first")
+    parser.add_argument("--width", type=int, help="children per node (fanout) or nodes per level (beam)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", default="sdpa", help="transformers' attention for the prompt")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from jetflow.demo import run_demo
+
+    return run_demo(Path(args.models), num_prompts=args.prompts, budget=args.budget, max_new_tokens=args.max_new_tokens)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from transformers import TextStreamer
+
+    from jetflow.acceptors import SamplingAcceptor
+
+    target = _load_target(args)
+    acceptor = SamplingAcceptor(args.temperature, top_k=args.top_k, top_p=args.top_p)
+    decoder = _decoder(args, target, acceptor)
+    for prompt in _prompts(args, target):
+        settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+        if not args.json:
+            settings["streamer"] = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        result = decoder.generate(prompt, **settings)
+        if args.json:
+            record = {
+                "token_ids": result.token_ids,
+                "text": result.text,
+                "finish_reason": result.finish_reason,
+                "tau": result.tau,
+                "tokens_per_second": result.tokens_per_second,
+            }
+            print(json.dumps(record), flush=True)
+        else:
+            tau = "no rounds" if result.tau is None else f"tau {result.tau:.2f}"
+            rate = f"{result.tokens_per_second:.1f} tokens/s"
+            print(f"[{len(result.token_ids)} tokens, {tau}, {rate}, {result.finish_reason}]", file=sys.stderr)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from jetflow.trees.drawing import draw_tree
+
+    target = _load_target(args)
+    decoder = _decoder(args, target)
+    events: list[Any] = []
+    decoder.generate(next(iter(_prompts(args, target))), max_new_tokens=args.max_new_tokens, on_round=events.append)
+    if not 0 <= args.round < len(events):
+        raise ValueError(f"--round {args.round} must be in [0, {len(events)}), the rounds of this text")
+    event = events[args.round]
+    Console().print(draw_tree(event.tree, decode=_token_text(target), acceptance=event.acceptance))
+    print(f"round {args.round}: {event.tree.max_nodes} nodes, {event.stats.num_accepted} accepted, and the bonus token")
+    return 0
+
+
+def _token_text(target: Target) -> Callable[[int], str]:
+    if target.tokenizer is None:
+        return str
+    return lambda token: target.tokenizer.decode([token])
+
+
+def _load_target(args: argparse.Namespace) -> Target:
+    import torch
+
+    from jetflow.targets import Target
+
+    if args.prompt is None and getattr(args, "prompts_file", None) is None:
+        raise ValueError("give a text with --prompt (generate also takes --prompts-file)")
+    if args.head is None and args.drafter is None:
+        raise ValueError("give a draft head with --head, or --drafter lookup, or --drafter none for plain decoding")
+    if args.head is not None and args.drafter is not None:
+        raise ValueError("--head and --drafter exclude each other")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, attention=args.attention)
+    if target.tokenizer is None:
+        raise ValueError(f"--target {args.target} has no tokenizer files, which text prompts need")
+    return target
+
+
+def _decoder(args: argparse.Namespace, target: Target, acceptor: Any = None) -> SpeculativeDecoder:
+    from jetflow.decoding import SpeculativeDecoder
+
+    budget = 1 if args.drafter == "none" else args.budget
+    return SpeculativeDecoder(target, _drafter(args, target), acceptor, budget)
+
+
+def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
+    from jetflow.drafters.parallel import ParallelDrafter
+    from jetflow.drafters.prompt_lookup import PromptLookupDrafter
+    from jetflow.heads.checkpoint import load_head
+
+    if args.head is None:
+        if args.expander != "best-first" or args.width is not None:
+            raise ValueError("--expander and --width shape the tree of a head; prompt lookup builds its own")
+        return PromptLookupDrafter()
+    head = load_head(args.head, dtype=target.dtype, device=args.device)
+    return ParallelDrafter(head, target, _expander(args))
+
+
+def _expander(args: argparse.Namespace) -> TreeExpander:
+    from jetflow.trees.expanders import Beam, BestFirst, Chain, FanoutBestFirst
+
+    if args.expander in ("fanout", "beam"):
+        if args.width is None:
+            raise ValueError(f"--expander {args.expander} needs --width")
+        return (FanoutBestFirst if args.expander == "fanout" else Beam)(args.width)
+    if args.width is not None:
+        raise ValueError(f"--width belongs to the expanders fanout and beam, not to {args.expander}")
+    return BestFirst() if args.expander == "best-first" else Chain()
+
+
+def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
+    texts = [args.prompt] if args.prompt is not None else []
+    file = getattr(args, "prompts_file", None)
+    if file is not None:
+        for number, line in enumerate(Path(file).read_text().splitlines()[: args.num_prompts], start=1):
+            row = json.loads(line)
+            text = row.get("prompt") or next(iter(row.get("turns") or []), None)
+            if not isinstance(text, str):
+                raise ValueError(f'{file}, line {number}: needs a text "prompt" or a list "turns"')
+            texts.append(text)
+    if not args.chat:
+        return [target.tokenizer(text).input_ids for text in texts]
+    return [target.chat_ids(text) for text in texts]
