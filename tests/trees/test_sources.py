@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from jetflow import Frontier, MarginalSource, PairwiseSource
+
+
+def test_log_probs_are_those_of_the_whole_vocabulary():
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    source = MarginalSource.from_logits(logits, 5, temperature=0.7)
+    expected = (logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(source.log_probs, expected.gather(-1, source.tokens))
+    assert torch.equal(source.log_probs, source.log_probs.sort(dim=-1, descending=True).values)
+    assert MarginalSource.from_logits(logits, 99).tokens.shape == (2, 3, 50)
+
+
+def test_pairwise_children_follow_their_parents_row():
+    tokens = torch.tensor([[[4, 7], [1, 2]]])
+    first = torch.tensor([[0.3, 0.7]]).log()
+    table = torch.tensor([[[[0.9, 0.1], [0.2, 0.8]]]]).log()
+    source = PairwiseSource(tokens, first, table)
+    got, log_probs = source(1, Frontier(torch.tensor([[3]]), torch.zeros(1, 1).long(), torch.zeros(1, 1)))
+    assert got.tolist() == [[[7, 4]]]
+    got, log_probs = source(2, Frontier(torch.tensor([[7, 4]]), torch.zeros(1, 2).long(), torch.zeros(1, 2)))
+    assert got.tolist() == [[[2, 1], [1, 2]]]
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([[[0.8, 0.2], [0.9, 0.1]]]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_without_a_law_are_refused(bad):
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 1, 2] = bad
+    with pytest.raises(ValueError, match="must have a law"):
+        MarginalSource.from_logits(logits, 2)
+    with pytest.raises(ValueError, match="must have a law"):
+        MarginalSource.from_logits(torch.full((1, 2, 4), float("-inf")), 2)
+
+
+def test_bad_arguments_are_refused():
+    logits = torch.zeros(1, 2, 4)
+    for arguments, message in (
+        ((logits, 0), "width"),
+        ((logits[0], 2), r"\[B, D, V\]"),
+        ((logits.long(), 2), "floats"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MarginalSource.from_logits(*arguments)
+    with pytest.raises(ValueError, match="temperature"):
+        MarginalSource.from_logits(logits, 2, temperature=0.0)
+    with pytest.raises(ValueError, match="share one shape"):
+        MarginalSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 3))
+    with pytest.raises(ValueError, match="log_probs"):
+        PairwiseSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 4), torch.zeros(1, 2, 4, 4))
