@@ -181,7 +181,7 @@ def test_users_model_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([], {}, "at least one prompt"),
+        ([], {}, "at least one token"),
         ("", {}, "no tokenizer"),
         ([[]], {}, "at least one token"),
         ([VOCAB_SIZE], {}, "must be in"),

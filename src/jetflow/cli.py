@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(arguments)
+    from transformers.utils import logging
+
+    # Bars for models that load in a moment would stand between the lines of the output.
+    logging.disable_progress_bar()
     try:
         return args.run(args)
     except (ValueError, OSError) as error:

@@ -119,7 +119,7 @@ class SpeculativeDecoder:
         generator = torch.Generator(device=self.target.device)
         prompts: list[Any] = [prompt] if _is_one_prompt(prompt) else list(prompt)
         if not prompts:
-            raise ValueError("prompt must hold at least one prompt, got an empty list")
+            raise ValueError("prompt must hold at least one token (or one prompt), got an empty list")
         all_ids = [self._token_ids(one) for one in prompts]
         results = []
         for token_ids in all_ids:

@@ -1,0 +1,116 @@
+import json
+import re
+
+import pytest
+import torch
+from conftest import SMALL
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from jetflow import BlockDraftHead, DraftHeadConfig, save_head
+from jetflow.cli import main
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A random target with a byte-level tokenizer, and a random head, laid out as the demo expects them."""
+    folder = tmp_path_factory.mktemp("pair")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>", "<mask>"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(special + alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>", bos_token="<s>"
+    )
+    fast.chat_template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    fast.save_pretrained(folder / "target")
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**SMALL, "vocab_size": len(fast)}, head_dim=16)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "target")
+    head_config = DraftHeadConfig.for_target(config, num_layers=1, block_size=5, mask_token_id=3, taps=(0, 2))
+    save_head(BlockDraftHead(head_config), folder / "head")
+    rows = [{"id": f"p{i}", "kind": "test", "prompt": text} for i, text in enumerate(["ab ab ab", "hello hello"])]
+    (folder / "heldout.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def target_of(pair):
+    return ["--target", str(pair / "target"), "--dtype", "float32", "--max-new-tokens", "12"]
+
+
+def test_generate_prints_the_same_ids_with_every_drafter(pair, capsys):
+    outputs = []
+    for drafter in (
+        ["--drafter", "none"],
+        ["--drafter", "lookup"],
+        ["--head", str(pair / "head")],
+        ["--head", str(pair / "head"), "--expander", "fanout", "--width", "3", "--budget", "9"],
+        ["--head", str(pair / "head"), "--expander", "chain"],
+    ):
+        assert main(["generate", *target_of(pair), *drafter, "--prompt", "ab ab", "--json"]) == 0
+        outputs.append(json.loads(capsys.readouterr().out))
+    assert len({tuple(output["token_ids"]) for output in outputs}) == 1
+    assert outputs[0]["tau"] == 1.0
+
+
+def test_generate_streams_and_reads_prompt_files(pair, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["one", "two"]}\n{"prompt": "three"}\n')
+    arguments = ["generate", *target_of(pair), "--drafter", "lookup", "--prompts-file", str(file), "--chat"]
+    assert main(arguments) == 0
+    assert len(re.findall(r"\[12 tokens, tau", capsys.readouterr().err)) <= 2
+    assert main([*arguments, "--json", "--num-prompts", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_sampling_is_repeatable(pair, capsys):
+    outputs = []
+    for seed in ("1", "1", "2"):
+        sampled = ["--temperature", "2", "--top-p", "0.95", "--seed", seed]
+        main(["generate", *target_of(pair), "--drafter", "lookup", "--prompt", "ab", "--json", *sampled])
+        outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_inspect_draws_the_tree_of_a_round(pair, capsys):
+    arguments = ["inspect", *target_of(pair), "--head", str(pair / "head"), "--prompt", "ab", "--budget", "6"]
+    assert main([*arguments, "--round", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "6 nodes" in out
+    assert "the target's own" in out
+    assert main([*arguments, "--round", "99"]) == 2
+    assert "--round 99 must be in" in capsys.readouterr().err
+
+
+def test_demo_compares_the_texts(pair, capsys):
+    arguments = ["demo", "--models", str(pair), "--prompts", "2", "--budget", "6", "--max-new-tokens", "10"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for method in ("autoregressive", "prompt lookup", "JetFlow, budget 6"):
+        assert out.count(method) >= 3
+    assert "All texts are equal" in out
+    assert "speedup" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--target", "T", "--drafter", "lookup"], "--prompt"),
+        (["generate", "--target", "T", "--prompt", "x"], "--head"),
+        (["generate", "--target", "T", "--prompt", "x", "--head", "h", "--drafter", "lookup"], "exclude each other"),
+        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--width", "3"], "--expander and --width"),
+        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--budget", "0"], "budget must be at least 1"),
+        (["generate", "--target", "T", "--prompt", "", "--drafter", "lookup"], "at least one token"),
+        (["generate", "--target", "T", "--prompt", "x", "--head", "/absent"], "neither a folder nor a hub name"),
+        (["generate", "--target", "T", "--prompt", "x", "--head", "H", "--expander", "beam"], "needs --width"),
+        (["generate", "--target", "T", "--prompt", "x", "--head", "H", "--width", "3"], "belongs to the expanders"),
+        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--attention", "fast"], "must be one of"),
+        (["demo", "--models", "absent"], "holds no tiny pair"),
+    ],
+)
+def test_mistakes_are_one_line(pair, capsys, arguments, message):
+    places = {"T": str(pair / "target"), "H": str(pair / "head")}
+    assert main([places.get(argument, argument) for argument in arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("jetflow: error:") == 1
