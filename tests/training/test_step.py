@@ -231,6 +231,17 @@ def test_row_without_answer_leaves_the_other_row_alone(target):
     assert both.num_anchors == alone.num_anchors
 
 
+def test_mask_as_block_mask_gives_the_same_loss(head, target):
+    batch = make_batch(12, 9)
+    anchors, valid = all_anchors(batch)
+    given = {"anchors": anchors, "valid": valid, "loss": ForwardKL()}
+    # FlexAttention has no backward on a CPU.
+    with torch.no_grad():
+        dense = block_loss(head, target, batch, **given).loss
+        sparse = block_loss(head, target, batch, **given, mask_form=masks.block_mask).loss
+    torch.testing.assert_close(sparse, dense, atol=ATOL, rtol=1e-5)
+
+
 def test_head_in_float32_learns_from_a_bfloat16_target(target):
     half = Target(Qwen3ForCausalLM(target.model.config).to(torch.bfloat16).eval())
     head = make_head(target, causal=True)

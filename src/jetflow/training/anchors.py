@@ -49,7 +49,7 @@ def sample_anchors(
 
 
 def supervised_slots(loss_mask: Tensor, anchors: Tensor, *, valid: Tensor, block_size: int) -> Tensor:
-    """Says which slots of each block are trained: those up to the end of the supervised span that the anchor opens into.
+    """Says which slots of each block are trained: those up to the end of the supervised span behind the anchor.
 
     Args:
         loss_mask: bool [B, S]; True where the token is supervised.
@@ -58,8 +58,8 @@ def supervised_slots(loss_mask: Tensor, anchors: Tensor, *, valid: Tensor, block
         block_size: positions in a block, anchor included; at least 2.
 
     Returns:
-        bool [B, A, D]; entry i - 1 stands for slot i and is True where the tokens at `anchor + 1 .. anchor + i` all exist
-        and are supervised, so the supervised slots of a block always come first.
+        bool [B, A, D]; entry i - 1 stands for slot i and is True where the tokens at `anchor + 1 .. anchor + i` all
+        exist and are supervised, so the supervised slots of a block always come first.
 
     Raises:
         ValueError: `loss_mask` is not bool [B, S] or `block_size` is below 2.

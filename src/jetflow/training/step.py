@@ -6,6 +6,7 @@ whole batch, V vocabulary, H hidden size of the head, k tapped layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,8 +19,13 @@ from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from jetflow.heads.block_draft_head import BlockDraftHead
+    from jetflow.heads.config import DraftHeadConfig
     from jetflow.targets import Target
+
+MaskForm = Callable[..., "Tensor | BlockMask"]
 
 
 class Batch(NamedTuple):
@@ -37,19 +43,19 @@ class Batch(NamedTuple):
 class StepOutput(NamedTuple):
     """Loss and metrics of one pass. Everything but `loss` is detached.
 
-    To accumulate over micro-batches without a mean of means, call `(out.loss * out.weight_sum).backward()` for each, then
-    divide the gradients by the sum of all `weight_sum`.
+    To accumulate over micro-batches without a mean of means, call `(out.loss * out.weight_sum).backward()` for each,
+    then divide the gradients by the sum of all `weight_sum`.
 
     Attributes:
         loss: float32 scalar, the weighted mean over supervised slots; 0 where there are none.
         weight_sum: float32 scalar, sum of the weights behind `loss`.
-        accuracy_by_depth: float32 [D], share of the supervised slots at each depth whose draft argmax is the label; 0 for a
-            depth without slots.
+        accuracy_by_depth: float32 [D], share of the supervised slots at each depth whose draft argmax is the label;
+            0 for a depth without slots.
         num_slots_by_depth: int64 [D], supervised slots at each depth.
-        expected_acceptance_length: float32 scalar, mean over valid anchors of `1 + sum_d prod_{j <= d} q_j(label_j)`, where
-            q_j is the draft's law in slot j and the product ends with the anchor's supervised slots. It is the acceptance
-            length to expect of a chain that is sampled from the draft when the target would write the labels; 0 without
-            valid anchors.
+        expected_acceptance_length: float32 scalar, mean over valid anchors of `1 + sum_d prod_{j <= d} q_j(label_j)`,
+            where q_j is the draft's law in slot j and the sum ends with the anchor's supervised slots. It is the
+            acceptance length to expect of a chain that is sampled from the draft when the target would write the
+            labels; 0 without valid anchors.
         num_anchors: int64 scalar, valid anchors.
     """
 
@@ -70,6 +76,7 @@ def draft_loss(
     num_anchors: int,
     decay_rate: float = 0.0,
     generator: torch.Generator | None = None,
+    mask_form: MaskForm = masks.dense,
 ) -> StepOutput:
     """Draws anchors and computes the loss of the blocks that hang off them.
 
@@ -83,6 +90,7 @@ def draft_loss(
         num_anchors: A, anchors drawn per sequence (all possible ones where a sequence has fewer).
         decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
         generator: source of the anchors' randomness.
+        mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
 
     Returns:
         The loss and its metrics.
@@ -95,7 +103,9 @@ def draft_loss(
         >>> out.loss.backward()  # doctest: +SKIP
     """
     anchors, valid = sample_anchors(batch.loss_mask, num_anchors, generator)
-    return block_loss(head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate)
+    return block_loss(
+        head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate, mask_form=mask_form
+    )
 
 
 def block_loss(
@@ -107,11 +117,12 @@ def block_loss(
     valid: Tensor,
     loss: Loss,
     decay_rate: float = 0.0,
+    mask_form: MaskForm = masks.dense,
 ) -> StepOutput:
     """Computes the loss of the blocks at given anchors; `draft_loss` with the choice of anchors left to the caller.
 
-    Slot i of the block at anchor a is taught the target's law at position a + i - 1, which is that of the token at a + i.
-    Slots beyond the supervised span that follows the anchor do not count.
+    Slot i of the block at anchor a is taught the target's law at position a + i - 1, that of the token at a + i. Slots
+    beyond the supervised span that follows the anchor do not count.
 
     Args:
         head: the head to train.
@@ -121,6 +132,7 @@ def block_loss(
         valid: bool [B, A]; other anchors do not count.
         loss: compares draft and target laws in each slot.
         decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
+        mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
 
     Returns:
         The loss and its metrics.
@@ -141,7 +153,9 @@ def block_loss(
     labels = batch.token_ids[rows, label_positions]
 
     features, target_logits = target.features(batch.token_ids, head.config.taps)
-    hidden = _draft_hidden(head, target, batch.token_ids, features, anchors)
+    block_embeds, positions, mask = _packed_blocks(head.config, target, batch.token_ids, anchors, mask_form)
+    dtype = head.fc.weight.dtype
+    hidden = head(block_embeds.to(dtype), features.to(dtype), positions, mask).unflatten(1, (-1, block_size))
     draft_logits = _frozen_lm_head(target, hidden[rows, blocks, depths + 1])
     values = loss(draft_logits, target_logits[rows, label_positions - 1], labels)
     weights = slot_weights[depths]
@@ -163,24 +177,20 @@ def block_loss(
     )
 
 
-def _draft_hidden(
-    head: BlockDraftHead, target: Target, token_ids: Tensor, features: Tensor, anchors: Tensor
-) -> Tensor:
-    """Runs all blocks `[token at anchor, MASK, ...]` in one pass of the head; returns hidden states [B, A, T, H]."""
-    config = head.config
+def _packed_blocks(
+    config: DraftHeadConfig, target: Target, token_ids: Tensor, anchors: Tensor, mask_form: MaskForm
+) -> tuple[Tensor, Tensor, Tensor | BlockMask]:
+    """Lays out blocks `[token at anchor, MASK, ...]`: embeddings [B, A * T, H], positions [B, A * T] and the mask."""
     batch, length = token_ids.shape
     num_anchors, size = anchors.shape[1], config.block_size
     block_ids = token_ids.new_full((batch, num_anchors, size), config.mask_token_id)
     block_ids[:, :, 0] = token_ids.gather(1, anchors)
-    positions = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
-    dtype = head.fc.weight.dtype
     with torch.no_grad():
-        block_embeds = target.embed(block_ids.flatten(1)).to(dtype)
+        block_embeds = target.embed(block_ids.flatten(1))
+    positions = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
     rule = masks.anchor_blocks(anchors, size, length, config.causal)
     queries = num_anchors * size
-    mask = masks.dense(rule, batch, 1, queries, length + queries, device=anchors.device)
-    hidden = head(block_embeds, features.to(dtype), positions, mask)
-    return hidden.view(batch, num_anchors, size, -1)
+    return block_embeds, positions, mask_form(rule, batch, 1, queries, length + queries, device=anchors.device)
 
 
 def _frozen_lm_head(target: Target, hidden: Tensor) -> Tensor:
