@@ -1,0 +1,56 @@
+"""Batches and the optimizer loop that the target and the head of the tiny pair share; see `examples/train_tiny.py`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from jetflow.training import Batch
+
+Row = tuple[list[int], int]  # token ids of prompt and answer, and how many of them are the prompt
+
+
+def batches(rows: list[Row], size: int, seed: int) -> Iterator[Batch]:
+    """Endless shuffled batches of rows (token ids, prompt length); rows of like length go together, padded last."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        pools = [order[i : i + 512] for i in range(0, len(order), 512)]
+        order = [i for pool in pools for i in sorted(pool, key=lambda i: len(rows[i][0]))]
+        for part in torch.randperm(len(order) // size, generator=generator).tolist():
+            chosen = [rows[i] for i in order[part * size : (part + 1) * size]]
+            token_ids = torch.zeros(size, max(len(ids) for ids, _ in chosen), dtype=torch.int64)
+            loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
+            for row, (ids, prompt_len) in enumerate(chosen):
+                token_ids[row, : len(ids)] = torch.tensor(ids)
+                loss_mask[row, prompt_len : len(ids)] = True
+            yield Batch(token_ids, loss_mask)
+
+
+def train(module: nn.Module, steps: int, schedule: Callable[[float], float], loss_of: Callable[[], tuple[Tensor, str]]) -> None:
+    """Trains matrices with Muon, the rest with AdamW; `schedule` maps the share of steps done to a rate factor."""
+    named = list(module.named_parameters())
+    matrices = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
+    others = [weight for name, weight in named if weight.dim() != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=2.5e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    factors = [LambdaLR(one, lambda i: min((i + 1) / 50, schedule(i / steps))) for one in optimizers]
+    begin = time.perf_counter()
+    for step in range(1, steps + 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, line = loss_of()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for part in (*optimizers, *factors):
+            part.step()
+        module.zero_grad()
+        if step % math.ceil(steps / 15) == 0:
+            rate = step / (time.perf_counter() - begin)
+            print(f"  step {step:5d}  loss {loss.item():.3f}{line}  {rate:.1f} steps/s", flush=True)
