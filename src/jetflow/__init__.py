@@ -18,6 +18,7 @@ _HOMES = {
     "jetflow.heads.block_draft_head": ("BlockDraftHead",),
     "jetflow.heads.checkpoint": ("load_head", "save_head"),
     "jetflow.heads.config": ("DraftHeadConfig",),
+    "jetflow.losses": ("CrossEntropy", "ForwardKL", "ReverseKL"),
     "jetflow.protocols": ("Acceptance", "Candidates", "DraftContext", "Frontier", "TargetOutput"),
     "jetflow.results": ("GenerationResult", "Round", "RoundStats"),
     "jetflow.targets": ("Target",),
