@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
+from jetflow.scoring.functions import cumulative_log_prob
 from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
 
 NEVER = float("-inf")
+# Up to this many candidates per row a stable sort is quicker than topk over integer keys.
+SORTED_UP_TO = 1024
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def grow(
     start = 0
     for level in range(1, levels + 1):
         child_tokens, log_probs = source(level, frontier)
-        child_tokens, log_probs = child_tokens[..., :width], _without_duplicates(child_tokens, log_probs)[..., :width]
+        log_probs = _without_duplicates(child_tokens, log_probs)[..., :width]
+        child_tokens = child_tokens[..., :width]
         num_parents, num_children = frontier.tokens.shape[1], child_tokens.shape[2]
         child_scores = frontier.cum_log_probs[:, :, None] + log_probs
         offered.append((child_tokens.expand_as(child_scores), child_scores))
@@ -103,9 +107,11 @@ def grow(
 def best_indices(priorities: Tensor, count: int) -> Tensor:
     """Returns int64 [B, count], indices of the largest of `priorities` float32 [B, M]; ties go to the lowest index.
 
-    `topk` alone leaves ties open. Here the bits of the float, made to sort like the value, and the index form one
-    integer key, so that no two keys are equal.
+    `topk` alone leaves ties open. For many candidates the bits of the float, made to sort like the value, and the index
+    form one integer key, so that no two keys are equal.
     """
+    if priorities.shape[1] <= SORTED_UP_TO:
+        return priorities.sort(dim=1, descending=True, stable=True).indices[:, :count]
     # Adding zero turns -0.0 into 0.0, which have different bits.
     bits = (priorities + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -149,6 +155,9 @@ def _priorities(
     scoring: ScoringFunction, level: int, log_probs: Tensor, child_scores: Tensor, parent_priorities: Tensor
 ) -> Tensor:
     """Scores candidates [B, F, K]; a child never ranks above its parent, and what does not exist never ranks."""
+    if scoring is cumulative_log_prob:
+        # It has both properties by itself.
+        return child_scores
     parents = parent_priorities[:, :, None]
     ranks = torch.arange(child_scores.shape[2], device=child_scores.device)
     candidates = Candidates(log_probs.expand_as(child_scores), child_scores, level, ranks, parents)
@@ -160,8 +169,9 @@ def _priorities(
 
 def _without_duplicates(tokens: Tensor, log_probs: Tensor) -> Tensor:
     """Returns log-probabilities with -inf where the same token stands at a better rank under the same parent."""
-    same = tokens[..., :, None] == tokens[..., None, :]
-    return log_probs.masked_fill(same.tril(diagonal=-1).any(dim=-1), NEVER)
+    index = torch.arange(tokens.shape[-1], device=tokens.device)
+    same = (tokens[..., :, None] == tokens[..., None, :]) & (index < index[:, None])
+    return log_probs.masked_fill(same.any(dim=-1), NEVER)
 
 
 def _pick(child_tokens: Tensor, slots: Tensor, ranks: Tensor) -> Tensor:
