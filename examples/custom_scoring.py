@@ -8,6 +8,8 @@ Expected: other trees and another tau, the same text
 import json
 from pathlib import Path
 
+import torch
+
 from jetflow import BestFirst, ParallelDrafter, SpeculativeDecoder, Target, load_head
 from jetflow.scoring import EntropyGuided, Hybrid, cumulative_log_prob
 
@@ -22,8 +24,8 @@ def bold(candidates):
 
 # --8<-- [end:scoring]
 
-target = Target.from_pretrained(str(MODELS / "target"))
-head = load_head(MODELS / "head")
+target = Target.from_pretrained(str(MODELS / "target"), dtype=torch.float32)
+head = load_head(MODELS / "head", dtype=torch.float32)
 lines = (MODELS / "heldout.jsonl").read_text().splitlines()[:8]
 prompts = [target.chat_ids(json.loads(line)["prompt"]) for line in lines]
 

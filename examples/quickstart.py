@@ -6,12 +6,14 @@ Expected: one answer, the same one that plain decoding gives, in several times f
 """
 
 # --8<-- [start:compose]
+import torch
+
 from jetflow import BestFirst, GreedyAcceptor, ParallelDrafter, SpeculativeDecoder, Target, load_head
 from jetflow.scoring import cumulative_log_prob
 
 # The frozen model whose text we want, and the small head that drafts for it.
-target = Target.from_pretrained("models/tiny/target")
-head = load_head("models/tiny/head")
+target = Target.from_pretrained("models/tiny/target", dtype=torch.float32)
+head = load_head("models/tiny/head", dtype=torch.float32)
 
 # One pass of the head gives a law per depth; the expander makes the best tree of it by the score of a path.
 expander = BestFirst(scoring=cumulative_log_prob)

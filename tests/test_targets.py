@@ -65,3 +65,11 @@ def test_missing_attention_packages_are_named():
 def test_taps_outside_the_target_are_refused():
     with pytest.raises(ValueError, match=r"layer 9 must be in \[0, 4\)"):
         Target(make_model("llama")).features(torch.tensor([[3]]), [1, 9])
+
+
+def test_models_that_drop_weights_at_random_are_refused_until_they_are_in_eval_mode():
+    model = make_model("llama")
+    model.config.attention_dropout = 0.1
+    Target(model)
+    with pytest.raises(ValueError, match=r"model\.eval"):
+        Target(model.train())
