@@ -23,9 +23,8 @@ class CrossEntropy:
     """Negative log-probability of the label under the draft. The target's logits are not used.
 
     Example:
-        >>> loss = CrossEntropy()
-        >>> loss(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([2])).item() == math.log(4)
-        True
+        >>> CrossEntropy()(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([2]))
+        tensor([1.3863])
     """
 
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
