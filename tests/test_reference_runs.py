@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from conftest import plain_greedy
+from test_decoding import ScriptedDrafter
 
 from jetflow import BestFirst, Chain, FanoutBestFirst, ParallelDrafter, SpeculativeDecoder, Target, load_head
 
@@ -50,3 +52,15 @@ def test_generations_and_acceptance_lengths_equal_the_references(shared_fixtures
             assert [stats.num_nodes for stats in rounds] == run["tree_sizes"], run
         checked += 1
     assert checked > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["perfect", "random", "wrong", "second_child"])
+def test_scripted_drafts_change_no_text_of_the_trained_targets(shared_fixtures, name, kind):
+    runs = json.loads((shared_fixtures / "decode_runs.json").read_text())
+    target = Target.from_pretrained(str(shared_fixtures / f"target_{name}"), dtype=torch.float32)
+    for prompt in {tuple(run["prompt"]) for run in runs if run["target"] == name}:
+        expected = plain_greedy(target.model, list(prompt), 40)
+        for budget in (1, 7, 31, 64):
+            decoder = SpeculativeDecoder(target, ScriptedDrafter(kind, expected, len(prompt)), budget=budget)
+            assert decoder.generate(prompt, max_new_tokens=40).token_ids == expected
