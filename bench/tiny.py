@@ -64,7 +64,8 @@ def with_table(readme: str, report: dict) -> str:
             f"| {row['texts_equal']} of {row['num_prompts']} |"
         )
     table = "\n".join(rows)
-    return re.sub(r"(<!-- results -->\n).*?(\n<!-- /results -->)", rf"\g<1>{table}\g<2>", readme, flags=re.DOTALL)
+    marked = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", flags=re.DOTALL)
+    return marked.sub(rf"\g<1>{table}\n\g<2>", readme)
 
 
 if __name__ == "__main__":
