@@ -40,7 +40,9 @@ def pairwise(seed, depth=4, vocab=4):
     tokens = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(depth)])[None]
     first = (2 * torch.randn(1, vocab, generator=generator)).log_softmax(-1)
     table = (2 * torch.randn(1, depth - 1, vocab, vocab, generator=generator)).log_softmax(-1)
-    return PairwiseSource(tokens, first, table)
+    source = PairwiseSource(tokens, first, table)
+    source.tables = (tokens[0].tolist(), first[0], table[0])
+    return source
 
 
 def path_log_prob(source, path):
@@ -49,9 +51,9 @@ def path_log_prob(source, path):
         rows = zip(source.tokens[0].tolist(), source.log_probs[0].tolist(), strict=True)
         tables = [dict(zip(tokens, log_probs, strict=True)) for tokens, log_probs in rows]
         return sum(tables[level][token] for level, token in enumerate(path))
-    index = [source._tokens[0, level].tolist().index(token) for level, token in enumerate(path)]
-    total = float(source._first[0, index[0]])
-    return total + sum(float(source._log_probs[0, d, index[d], index[d + 1]]) for d in range(len(path) - 1))
+    tokens, first, table = source.tables
+    index = [tokens[level].index(token) for level, token in enumerate(path)]
+    return float(first[index[0]]) + sum(float(table[d, index[d], index[d + 1]]) for d in range(len(path) - 1))
 
 
 def all_paths(source, vocab):
@@ -264,8 +266,8 @@ def test_fixed_shape_takes_the_ranks_asked_for_and_leaves_out_what_does_not_exis
     source = marginal(0)
     shape = FixedShape([-1, 0, 0, 1, 3, 4, 5], [0, 0, 2, 1, 0, 0, 0])
     tree = shape(ROOT, source, 9)
-    # The seventh node would be on level 5 of 4.
-    assert tree.parents.tolist() == [[-1, 0, 0, 1, 3, 4, -1]]
+    # The seventh node would be on level 5 of 4, as near a length limit.
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 3, 4]]
     assert int(tree.num_nodes[0]) == 6
     assert tree.tokens[0, 1:4].tolist() == [int(source.tokens[0, d, r]) for d, r in ((0, 0), (0, 2), (1, 1))]
     source.log_probs[0, 1, 1] = float("-inf")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from jetflow.protocols import CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
-from jetflow.trees.growth import NEVER, best_indices, compact, grow
+from jetflow.trees.growth import NEVER, ask, compact, grow
+from jetflow.trees.ranking import best_indices
 from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
 
 
@@ -108,14 +109,14 @@ class FanoutBestFirst:
             frontier_size=lambda level: budget - level,
             width=self.width,
         )
-        offered, width = ledger.child_scores.shape[1:]
+        # All but the last level, whose entries have no children.
+        offered = sum(ledger.level_sizes[:-1])
         count = min(budget, offered) - 1
         popped = best_indices(ledger.priorities[:, 1:offered], count) + 1
         popped = torch.cat([popped.new_zeros(len(popped), 1), popped], dim=1)
-        rows = popped[:, :, None].expand(-1, -1, width)
         # Entry 0 is the root; entry 1 + i * W + r is child r of the i-th popped node.
-        scores = ledger.child_scores.gather(1, rows).flatten(1)
-        tokens = ledger.child_tokens.gather(1, rows).flatten(1)
+        tokens, scores = ledger.children(popped)
+        width = tokens.shape[2]
         turn = torch.zeros_like(ledger.parents).scatter(
             1, popped, torch.arange(count + 1, device=popped.device).expand_as(popped)
         )
@@ -125,10 +126,10 @@ class FanoutBestFirst:
         depths = ledger.depths[popped][:, :, None].expand(-1, -1, width).flatten(1) + 1
         zeros = popped.new_zeros(len(popped), 1)
         return compact(
-            torch.cat([root_tokens[:, None], tokens], dim=1),
+            torch.cat([root_tokens[:, None], tokens.flatten(1)], dim=1),
             torch.cat([zeros, parents], dim=1),
             torch.cat([zeros, depths], dim=1),
-            torch.cat([zeros.float(), scores], dim=1),
+            torch.cat([zeros.float(), scores.flatten(1)], dim=1),
             budget,
         )
 
@@ -188,7 +189,7 @@ class FixedShape:
         # The rules of a shape are those of a tree whose tokens are ranks.
         checked = TokenTree.from_parents([list(ranks)], [list(parents)])
         self._parents, self._ranks = list(parents), list(ranks)
-        self._depths = checked.depths[0].tolist()
+        self._depths: list[int] = checked.depths[0].tolist()
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
         """Builds trees of this shape, cut to its first `budget` nodes.
@@ -201,29 +202,39 @@ class FixedShape:
         levels = _checked_levels(root_tokens, source, budget)
         size = min(budget, len(self._parents))
         deepest = min(levels, max(self._depths[:size]))
-        zeros = torch.zeros_like(root_tokens)
-        tokens, scores = [root_tokens] * size, [zeros.float()] + [zeros.float() + NEVER] * (size - 1)
-        level_nodes, slots = [0], zeros[:, None]
+        nodes = [[node for node in range(size) if self._depths[node] == depth] for depth in range(deepest + 1)]
+        slots = root_tokens.new_zeros(len(root_tokens), 1)
+        tokens, scores = [root_tokens[:, None]], [slots.float()]
         for level in range(1, deepest + 1):
-            frontier = Frontier(
-                torch.stack([tokens[node] for node in level_nodes], dim=1),
-                slots,
-                torch.stack([scores[node] for node in level_nodes], dim=1),
-            )
-            child_tokens, log_probs = source(level, frontier)
-            children = [node for node in range(1, size) if self._depths[node] == level]
-            for node in children:
-                slot, rank = level_nodes.index(self._parents[node]), self._ranks[node]
-                if rank >= child_tokens.shape[2]:
-                    raise ValueError(f"the shape asks for rank {rank}, but the source offers {child_tokens.shape[2]}")
-                row = slot if child_tokens.shape[1] > 1 else 0
-                tokens[node] = child_tokens[:, row, rank]
-                scores[node] = scores[self._parents[node]] + log_probs[:, row, rank]
-            slots = zeros[:, None] + torch.tensor([level_nodes.index(self._parents[node]) for node in children]).to(zeros)
-            level_nodes = children
-        parents = zeros[:, None] + torch.tensor([max(parent, 0) for parent in self._parents[:size]]).to(zeros)
-        depths = torch.tensor(self._depths[:size]).to(zeros)
-        return compact(torch.stack(tokens, dim=1), parents, depths, torch.stack(scores, dim=1), budget)
+            child_tokens, log_probs = ask(source, level, Frontier(tokens[-1], slots, scores[-1]))
+            num_parents, width = child_tokens.shape[1:]
+            ranks = [self._ranks[node] for node in nodes[level]]
+            if max(ranks) >= width:
+                raise ValueError(f"the shape asks for rank {max(ranks)}, but the source offers {width} at level {level}")
+            above = [nodes[level - 1].index(self._parents[node]) for node in nodes[level]]
+            rows = above if num_parents > 1 else [0] * len(above)
+            chosen = _index([row * width + rank for row, rank in zip(rows, ranks, strict=True)], root_tokens.device)
+            slot = _index(above, root_tokens.device)
+            tokens.append(child_tokens.flatten(1).index_select(1, chosen))
+            scores.append(scores[-1].index_select(1, slot) + log_probs.flatten(1).index_select(1, chosen))
+            slots = slot.expand(len(root_tokens), -1)
+        # From the order of levels to that of the shape; what is too deep is left out.
+        shown = [node for node in range(size) if self._depths[node] <= deepest]
+        by_level = [node for level_nodes in nodes for node in level_nodes]
+        order = _index([by_level.index(node) for node in shown], root_tokens.device)
+        parents = _index([shown.index(max(self._parents[node], 0)) for node in shown], root_tokens.device)
+        return compact(
+            torch.cat(tokens, dim=1).index_select(1, order),
+            parents.expand(len(root_tokens), -1),
+            _index([self._depths[node] for node in shown], root_tokens.device),
+            torch.cat(scores, dim=1).index_select(1, order),
+            budget,
+        )
+
+
+def _index(values: list[int], device: torch.device) -> Tensor:
+    """Returns `values` as int64 on `device`, without waiting for it."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def _checked_levels(root_tokens: Tensor, source: CandidateSource, budget: int) -> int:

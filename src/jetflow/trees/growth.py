@@ -3,24 +3,26 @@
 At each level every kept node is offered children; the best of them are kept and become the next frontier. All that was
 kept stands in a ledger: the root first, then level by level, each level best first.
 
-Dimension key: B batch, F frontier slots, K candidates per parent, M ledger entries, N tree nodes.
+Dimension key: B batch, F frontier slots, K candidates per parent, M ledger entries, N tree nodes, L levels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
+from jetflow.trees.ranking import best_indices
 from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
 
 NEVER = float("-inf")
-# Up to this many candidates per row a stable sort is quicker than topk over integer keys.
-SORTED_UP_TO = 1024
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,13 @@ class Ledger:
     Attributes:
         tokens: int64 [B, M].
         parents: int64 [B, M]; 0 for the root, too.
-        ranks: int64 [B, M], rank among the parent's candidates.
+        ranks: int64 [B, M], place among the parent's children of `laws`.
         depths: int64 [M].
         scores: float32 [B, M], cumulative log-probability; -inf where there is no node.
         priorities: float32 [B, M], never above the parent's; 0 for the root.
-        child_tokens: int64 [B, M', K], the candidates that were offered to the first M' entries.
-        child_scores: float32 [B, M', K], their cumulative log-probabilities.
+        level_sizes: number of entries of each depth.
+        laws: for each depth that was offered children their tokens and log-probabilities, [B, F, K], or [B, 1, K] where
+            all its entries were offered the same.
     """
 
     tokens: Tensor
@@ -44,8 +47,32 @@ class Ledger:
     depths: Tensor
     scores: Tensor
     priorities: Tensor
-    child_tokens: Tensor
-    child_scores: Tensor
+    level_sizes: tuple[int, ...]
+    laws: tuple[tuple[Tensor, Tensor], ...]
+
+    def children(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens and cumulative log-probabilities [B, P, K] of what `entries`, int64 [B, P], were offered."""
+        width = max(tokens.shape[2] for tokens, _ in self.laws)
+        rows, start = [], 0
+        for size, (tokens, _) in zip(self.level_sizes, self.laws, strict=False):
+            row = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            rows.append(row.expand(size))
+            start += tokens.shape[1]
+        law = torch.cat(rows)[entries][:, :, None].expand(-1, -1, width)
+        all_tokens = torch.cat([pad(tokens, (0, width - tokens.shape[2])) for tokens, _ in self.laws], dim=1)
+        all_log_probs = torch.cat([pad(lp, (0, width - lp.shape[2]), value=NEVER) for _, lp in self.laws], dim=1)
+        scores = self.scores.gather(1, entries)[:, :, None] + all_log_probs.gather(1, law)
+        return all_tokens.gather(1, law), scores
+
+
+class _Kept(NamedTuple):
+    """What growth kept of one level: tokens, slots of the parents, ranks, scores and priorities, each [B, F]."""
+
+    tokens: Tensor
+    slots: Tensor
+    ranks: Tensor
+    scores: Tensor
+    priorities: Tensor
 
 
 def grow(
@@ -57,66 +84,75 @@ def grow(
     frontier_size: Callable[[int], int],
     width: int | None = None,
 ) -> Ledger:
-    """Grows `levels` levels and keeps the best `frontier_size(level)` candidates of each.
+    """Grows `levels` >= 1 levels and keeps the best `frontier_size(level)` candidates of each.
 
-    `width` cuts the candidates of each parent. With `levels` = L the frontier of level L is not offered children.
+    `width` cuts the candidates of each parent. The last level is not offered children.
+
+    Raises:
+        ValueError: the source or the scoring function answers with a wrong shape, or on the CPU, with a NaN priority.
     """
-    batch, device = len(root_tokens), root_tokens.device
-    zeros = root_tokens.new_zeros(batch, 1)
-    frontier = Frontier(root_tokens[:, None], zeros, zeros.float())
-    priorities = zeros.float()
-    tokens, parents, ranks, scores = [frontier.tokens], [zeros], [zeros], [frontier.cum_log_probs]
-    all_priorities, depths, offered = [priorities], [0], []
-    start = 0
-    for level in range(1, levels + 1):
-        child_tokens, log_probs = source(level, frontier)
-        log_probs = _without_duplicates(child_tokens, log_probs)[..., :width]
-        child_tokens = child_tokens[..., :width]
-        num_parents, num_children = frontier.tokens.shape[1], child_tokens.shape[2]
-        child_scores = frontier.cum_log_probs[:, :, None] + log_probs
-        offered.append((child_tokens.expand_as(child_scores), child_scores))
-        child_priorities = _priorities(scoring, level, log_probs, child_scores, priorities)
-        keep = min(frontier_size(level), num_parents * num_children)
-        best = best_indices(child_priorities.flatten(1), keep)
-        slots, rank = best // num_children, best % num_children
-        frontier = Frontier(
-            _pick(child_tokens, slots, rank),
-            slots,
-            child_scores.flatten(1).gather(1, best),
-        )
-        priorities = child_priorities.flatten(1).gather(1, best)
-        tokens.append(frontier.tokens)
-        parents.append(slots + start)
-        ranks.append(rank)
-        scores.append(frontier.cum_log_probs)
-        all_priorities.append(priorities)
-        depths += [level] * keep
+    zeros = root_tokens.new_zeros(len(root_tokens), 1)
+    kept = [_Kept(root_tokens[:, None], zeros, zeros, zeros.float(), zeros.float())]
+    parents, laws, start = [zeros], [], 0
+    sizes = [frontier_size(level) for level in range(1, levels + 1)]
+    stairs: _Staircase | None = None
+    for level, size in enumerate(sizes, 1):
+        last = kept[-1]
+        num_parents = last.tokens.shape[1]
+        tokens, log_probs = ask(source, level, Frontier(last.tokens, last.slots, last.scores), width)
+        if scoring is cumulative_log_prob and tokens.shape[1] == 1:
+            # Masked duplicates move to the end, as the staircase needs sorted children.
+            log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
+            tokens = tokens.gather(-1, order)
+            if stairs is None or stairs.width != tokens.shape[2]:
+                stairs = _Staircase(max(sizes), tokens.shape[2], root_tokens.device)
+            kept.append(_best_of_one_law(last, tokens[:, 0], log_probs[:, 0], stairs, size))
+        else:
+            kept.append(_best_of_all(last, tokens, log_probs, scoring, level, size))
+        laws.append((tokens, log_probs))
+        parents.append(kept[-1].slots + start)
         start += num_parents
+    level_sizes = tuple(entries.tokens.shape[1] for entries in kept)
+    depths = [root_tokens.new_full((size,), depth) for depth, size in enumerate(level_sizes)]
+    columns = _Kept(*(torch.cat(column, dim=1) for column in zip(*kept, strict=True)))
     return Ledger(
-        tokens=torch.cat(tokens, dim=1),
+        tokens=columns.tokens,
         parents=torch.cat(parents, dim=1),
-        ranks=torch.cat(ranks, dim=1),
-        depths=torch.tensor(depths, device=device),
-        scores=torch.cat(scores, dim=1),
-        priorities=torch.cat(all_priorities, dim=1),
-        child_tokens=torch.cat([pair[0] for pair in offered], dim=1),
-        child_scores=torch.cat([pair[1] for pair in offered], dim=1),
+        ranks=columns.ranks,
+        depths=torch.cat(depths),
+        scores=columns.scores,
+        priorities=columns.priorities,
+        level_sizes=level_sizes,
+        laws=tuple(laws),
     )
 
 
-def best_indices(priorities: Tensor, count: int) -> Tensor:
-    """Returns int64 [B, count], indices of the largest of `priorities` float32 [B, M]; ties go to the lowest index.
+def ask(source: CandidateSource, level: int, frontier: Frontier, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the source's best `width` tokens and log-probabilities [B, F, K] or [B, 1, K], safe to build on.
 
-    `topk` alone leaves ties open. For many candidates the bits of the float, made to sort like the value, and the index
-    form one integer key, so that no two keys are equal.
+    Of equal tokens under one parent only the first keeps its log-probability; the others get -inf. No log-probability
+    is above 0, as rounding may make that of a certain token.
+
+    Raises:
+        ValueError: the answer does not have the shape or the device that the frontier asks for.
     """
-    if priorities.shape[1] <= SORTED_UP_TO:
-        return priorities.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    # Adding zero turns -0.0 into 0.0, which have different bits.
-    bits = (priorities + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    index = torch.arange(priorities.shape[1], device=priorities.device)
-    return ((ordered << 32) - index).topk(count, dim=1).indices
+    tokens, log_probs = source(level, frontier)
+    batch, slots = frontier.tokens.shape
+    if tokens.shape != log_probs.shape or tokens.dim() != 3 or tokens.shape[0] != batch or tokens.shape[1] not in (1, slots):
+        raise ValueError(
+            f"a source must answer {batch} rows of {slots} parents with tokens and log_probs of one shape [B, F, K] or "
+            f"[B, 1, K], got {list(tokens.shape)} and {list(log_probs.shape)} at level {level}"
+        )
+    if not tokens.device == log_probs.device == frontier.tokens.device:
+        raise ValueError(
+            f"root_tokens on {frontier.tokens.device} need a source on the same device, got tokens on {tokens.device} and "
+            f"log_probs on {log_probs.device}"
+        )
+    tokens, log_probs = tokens[..., :width], log_probs[..., :width].float().clamp(max=0.0)
+    ordered, order = tokens.sort(dim=-1, stable=True)
+    repeated = torch.zeros_like(tokens, dtype=torch.bool)
+    repeated.scatter_(-1, order[..., 1:], ordered[..., 1:] == ordered[..., :-1])
+    return tokens, log_probs.masked_fill(repeated, NEVER)
 
 
 def compact(tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, budget: int) -> TokenTree:
@@ -151,30 +187,64 @@ def compact(tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, bud
     )
 
 
-def _priorities(
-    scoring: ScoringFunction, level: int, log_probs: Tensor, child_scores: Tensor, parent_priorities: Tensor
-) -> Tensor:
+class _Staircase:
+    """Which (slot, rank) can be among the best `keep` when all parents have the same `width` children.
+
+    With parents and children sorted, every (s, r) with s <= slot and r <= rank is as good or better, and those are
+    (slot + 1) * (rank + 1). So only pairs for which that is at most `keep` count: a staircase of about
+    keep * log(keep) steps instead of keep * width. Slots come in order, so that fewer parents mean a prefix.
+    """
+
+    def __init__(self, keep: int, width: int, device: torch.device):
+        self.width = width
+        self._totals = [0, *accumulate(min(width, keep // (slot + 1)) for slot in range(keep))]
+        parents = torch.arange(keep, device=device)
+        steps = (keep // (parents + 1)).clamp(max=width)
+        # The size is known here, so that nothing need be read back.
+        self._slots = parents.repeat_interleave(steps, output_size=self._totals[-1])
+        first = steps.cumsum(0) - steps
+        self._ranks = torch.arange(self._totals[-1], device=device) - first[self._slots]
+
+    def below(self, num_parents: int) -> tuple[Tensor, Tensor]:
+        """Returns slots and ranks, int64 [M], for the first `num_parents` parents."""
+        total = self._totals[num_parents]
+        return self._slots[:total], self._ranks[:total]
+
+
+def _best_of_one_law(parents: _Kept, tokens: Tensor, log_probs: Tensor, stairs: _Staircase, size: int) -> _Kept:
+    """Keeps the `size` best children by cumulative log-probability; all parents share `tokens` [B, K], best first."""
+    slots, ranks = stairs.below(parents.tokens.shape[1])
+    scores = parents.scores.index_select(1, slots) + log_probs.index_select(1, ranks)
+    best = best_indices(scores, min(size, scores.shape[1]))
+    scores, ranks = scores.gather(1, best), ranks[best]
+    return _Kept(tokens.gather(1, ranks), slots[best], ranks, scores, scores)
+
+
+def _best_of_all(parents: _Kept, tokens: Tensor, log_probs: Tensor, scoring: ScoringFunction, level: int, size: int) -> _Kept:
+    """Keeps the `size` children of highest priority out of all on offer, [B, F, K] or [B, 1, K]."""
+    scores = parents.scores[:, :, None] + log_probs
+    priorities = scores
+    if scoring is not cumulative_log_prob:
+        priorities = _priorities(scoring, level, log_probs, scores, parents.priorities[:, :, None])
+    width = scores.shape[2]
+    scores, priorities = scores.flatten(1), priorities.flatten(1)
+    best = best_indices(priorities, min(size, scores.shape[1]))
+    slots, ranks = best // width, best % width
+    tokens = tokens[:, 0].gather(1, ranks) if tokens.shape[1] == 1 else tokens.flatten(1).gather(1, best)
+    return _Kept(tokens, slots, ranks, scores.gather(1, best), priorities.gather(1, best))
+
+
+def _priorities(scoring: ScoringFunction, level: int, log_probs: Tensor, scores: Tensor, parent_priorities: Tensor) -> Tensor:
     """Scores candidates [B, F, K]; a child never ranks above its parent, and what does not exist never ranks."""
-    if scoring is cumulative_log_prob:
-        # It has both properties by itself.
-        return child_scores
-    parents = parent_priorities[:, :, None]
-    ranks = torch.arange(child_scores.shape[2], device=child_scores.device)
-    candidates = Candidates(log_probs.expand_as(child_scores), child_scores, level, ranks, parents)
+    ranks = torch.arange(scores.shape[2], device=scores.device)
+    candidates = Candidates(log_probs.expand_as(scores), scores, level, ranks, parent_priorities)
     priorities = scoring(candidates).float()
+    if priorities.shape != scores.shape:
+        raise ValueError(f"scoring must return priorities [B, F, K] = {list(scores.shape)}, got {list(priorities.shape)}")
+    # The root always comes first, so its children may rank above its 0.
     if level > 1:
-        priorities = torch.minimum(priorities, parents)
-    return priorities.masked_fill(child_scores == NEVER, NEVER)
-
-
-def _without_duplicates(tokens: Tensor, log_probs: Tensor) -> Tensor:
-    """Returns log-probabilities with -inf where the same token stands at a better rank under the same parent."""
-    index = torch.arange(tokens.shape[-1], device=tokens.device)
-    same = (tokens[..., :, None] == tokens[..., None, :]) & (index < index[:, None])
-    return log_probs.masked_fill(same.any(dim=-1), NEVER)
-
-
-def _pick(child_tokens: Tensor, slots: Tensor, ranks: Tensor) -> Tensor:
-    if child_tokens.shape[1] == 1:
-        return child_tokens[:, 0].gather(1, ranks)
-    return child_tokens.flatten(1).gather(1, slots * child_tokens.shape[2] + ranks)
+        priorities = torch.minimum(priorities, parent_priorities)
+    priorities = priorities.masked_fill(scores == NEVER, NEVER)
+    if priorities.device.type == "cpu" and bool((priorities.isnan() & ~scores.isnan()).any()):
+        raise ValueError(f"scoring must not return NaN for candidates that exist, it did at level {level}")
+    return priorities

@@ -5,9 +5,13 @@ Dimension key: B batch, D draft levels, F frontier slots, K candidates, V vocabu
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from jetflow.protocols import Frontier
+from jetflow.trees.ranking import likeliest_tokens
 
 
 class MarginalSource:
@@ -18,7 +22,7 @@ class MarginalSource:
         log_probs: float32 [B, D, K]; -inf marks a candidate that does not exist.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or a dtype is wrong.
 
     Example:
         >>> source = MarginalSource.from_logits(torch.zeros(1, 3, 10), width=4)
@@ -31,6 +35,7 @@ class MarginalSource:
             raise ValueError(
                 f"tokens and log_probs must share one shape [B, D, K], got {list(tokens.shape)} and {list(log_probs.shape)}"
             )
+        _check_dtypes(tokens, log_probs)
         self.tokens = tokens
         self.log_probs = log_probs
         self.max_depth = tokens.shape[1]
@@ -39,28 +44,30 @@ class MarginalSource:
     def from_logits(cls, logits: Tensor, width: int, *, temperature: float = 1.0) -> MarginalSource:
         """Takes the `width` likeliest tokens of each depth, with log-probabilities over the whole vocabulary.
 
+        Equal logits go to the lower token id.
+
         Args:
             logits: float [B, D, V], level 1 first.
             width: candidates per depth; capped at V.
             temperature: divides the logits.
 
         Raises:
-            ValueError: wrong shape or dtype, `width` below 1, a temperature that is not positive, or, on the CPU,
-                logits without a law (NaN, +inf, or all -inf). On a GPU, where looking would stall it, such logits show
-                as NaN scores in the tree.
+            ValueError: wrong shape or dtype, `width` below 1, a temperature that is not positive and finite, or, on the
+                CPU, logits without a law (NaN, +inf, or all -inf). On a GPU, where looking would stall it, such logits
+                show as NaN scores in the tree.
         """
         if logits.dim() != 3 or not logits.dtype.is_floating_point:
             raise ValueError(f"logits must be floats of shape [B, D, V], got {logits.dtype} {list(logits.shape)}")
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
         logits = logits.float() if temperature == 1.0 else logits.float() / temperature
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        if total.device.type == "cpu" and not bool(total.isfinite().all()):
+        tokens = likeliest_tokens(logits, min(width, logits.shape[-1]))
+        log_probs = logits.log_softmax(dim=-1).gather(-1, tokens)
+        if log_probs.device.type == "cpu" and not bool(log_probs[..., :1].isfinite().all()):
             raise ValueError("logits must have a law at every depth, got NaN, +inf or nothing but -inf")
-        values, tokens = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        return cls(tokens, values - total)
+        return cls(tokens, log_probs)
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, 1, K] of the children at depth `level`."""
@@ -71,37 +78,54 @@ class PairwiseSource:
     """A table conditioned on the parent: one law per depth and candidate of the depth before.
 
     Args:
-        tokens: int64 [B, D, K], candidates of each depth.
+        tokens: int64 [B, D, K], candidates of each depth, each token once per depth.
         first_log_probs: float32 [B, K], law of depth 1.
         log_probs: float32 [B, D - 1, K, K]; entry (d, i, j) is the log-probability of candidate j of depth d + 2 after
             candidate i of depth d + 1.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not fit together, or a dtype is wrong.
+
+    Example:
+        >>> tokens = torch.tensor([[[4, 7], [1, 2]]])
+        >>> first, table = torch.tensor([[0.6, 0.4]]), torch.tensor([[[[0.9, 0.1], [0.2, 0.8]]]])
+        >>> PairwiseSource(tokens, first.log(), table.log()).max_depth
+        2
     """
 
     def __init__(self, tokens: Tensor, first_log_probs: Tensor, log_probs: Tensor):
+        if tokens.dim() != 3:
+            raise ValueError(f"tokens must be [B, D, K], got {list(tokens.shape)}")
         batch, depth, width = tokens.shape
         if first_log_probs.shape != (batch, width) or log_probs.shape != (batch, depth - 1, width, width):
             raise ValueError(
                 f"tokens {list(tokens.shape)} need first_log_probs {[batch, width]} and log_probs "
                 f"{[batch, depth - 1, width, width]}, got {list(first_log_probs.shape)} and {list(log_probs.shape)}"
             )
+        _check_dtypes(tokens, first_log_probs, log_probs)
         self.max_depth = depth
         self._tokens = tokens
-        self._first = first_log_probs
-        self._log_probs = log_probs
+        # Sorted once here, so that each level only looks up rows; what follows the parent of index i stands in row i.
+        first, order = first_log_probs.sort(dim=-1, descending=True, stable=True)
+        self._first = (tokens[:, 0].gather(-1, order), first)
+        table, order = log_probs.sort(dim=-1, descending=True, stable=True)
+        self._rest = (tokens[:, 1:, None].expand_as(order).gather(-1, order), table)
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
         if level == 1:
-            tokens, log_probs = self._tokens[:, :1], self._first[:, None]
-        else:
-            # A parent's candidate index is found by its token, which is unique within its depth.
-            index = (self._tokens[:, level - 2, None] == frontier.tokens[:, :, None]).int().argmax(dim=-1)
-            width = self._tokens.shape[2]
-            rows = index[:, :, None].expand(-1, -1, width)
-            log_probs = self._log_probs[:, level - 2].gather(1, rows)
-            tokens = self._tokens[:, level - 1, None].expand_as(log_probs)
-        log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
-        return tokens.gather(-1, order), log_probs
+            tokens, log_probs = self._first
+            return tokens[:, None], log_probs[:, None]
+        # A parent's candidate index is found by its token.
+        index = (self._tokens[:, level - 2, None] == frontier.tokens[:, :, None]).int().argmax(dim=-1)
+        rows = index[:, :, None].expand(-1, -1, self._tokens.shape[2])
+        tokens, log_probs = self._rest
+        return tokens[:, level - 2].gather(1, rows), log_probs[:, level - 2].gather(1, rows)
+
+
+def _check_dtypes(tokens: Tensor, *log_probs: Tensor) -> None:
+    if tokens.dtype != torch.int64:
+        raise ValueError(f"tokens must be int64, got {tokens.dtype}")
+    for values in log_probs:
+        if values.dtype != torch.float32:
+            raise ValueError(f"log_probs must be float32, got {values.dtype}")
