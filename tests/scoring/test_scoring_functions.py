@@ -54,7 +54,17 @@ def test_certain_laws_have_no_entropy_and_no_nan():
     assert TemperatureCalibrated(2.0)(certain)[0, 0, 0] == 0
 
 
-@pytest.mark.parametrize("make", [lambda: Hybrid(-1), lambda: RankPenalty(-1), lambda: TemperatureCalibrated(0.0)])
-def test_bad_settings_are_refused(make):
-    with pytest.raises(ValueError, match="must be"):
-        make()
+@pytest.mark.parametrize(
+    ("make", "value", "message"),
+    [
+        (Hybrid, -1.0, "entropy_weight must be at least 0 and finite, got -1"),
+        (RankPenalty, -1.0, "penalty must be at least 0 and finite, got -1"),
+        (DepthPenalty, float("inf"), "penalty must be finite, got inf"),
+        (TemperatureCalibrated, 0.0, "temperature must be positive and finite, got 0"),
+    ],
+)
+def test_bad_settings_are_refused(make, value, message):
+    with pytest.raises(ValueError, match=message):
+        make(value)
+    with pytest.raises(ValueError, match="finite, got nan"):
+        make(float("nan"))

@@ -146,10 +146,10 @@ def test_fanout_skips_children_that_do_not_exist(width):
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 6), budget=st.integers(1, 40), width=st.integers(1, 7))
 def test_best_first_never_expects_less_than_fanout(seed, depth, budget, width):
-    source = marginal(seed, depth=depth, vocab=7)
-    exact = BestFirst()(ROOT, source, budget).expected_acceptance_length()
-    published = FanoutBestFirst(width)(ROOT, source, budget).expected_acceptance_length()
-    assert float(exact) >= float(published) - TOLERANCE
+    for source in (marginal(seed, depth=depth, vocab=7), pairwise(seed, depth=depth)):
+        exact = BestFirst()(ROOT, source, budget).expected_acceptance_length()
+        published = FanoutBestFirst(width)(ROOT, source, budget).expected_acceptance_length()
+        assert float(exact) >= float(published) - TOLERANCE
 
 
 def test_trees_of_the_public_implementations():
@@ -275,6 +275,29 @@ def test_fixed_shape_takes_the_ranks_asked_for_and_leaves_out_what_does_not_exis
     assert int(shape(ROOT, source, 9).num_nodes[0]) == 3
 
 
+def test_fixed_shape_in_any_order_of_nodes_follows_the_parents_row():
+    source = pairwise(5)
+    tree = FixedShape([-1, 0, 1, 0, 3, 2, 3], [0, 1, 0, 0, 1, 2, 0])(ROOT, source, 9)
+    check_invariants(tree, 9)
+    assert tree.parents.tolist() == [[-1, 0, 1, 0, 3, 2, 3]]
+    by_rank = {(): 0}
+    for node, (parent, rank) in enumerate(zip([0, 1, 0, 3, 2, 3], [1, 0, 0, 1, 2, 0], strict=True), 1):
+        above = {n: path for path, n in by_rank.items()}[parent]
+        children = sorted(
+            (p for p in all_paths(source, 4) if len(p[0]) == len(above) + 1 and p[0][:-1] == above), key=lambda p: -p[1]
+        )
+        by_rank[children[rank][0]] = node
+        assert int(tree.tokens[0, node]) == children[rank][0][-1]
+        assert float(tree.scores[0, node]) == pytest.approx(children[rank][1], abs=TOLERANCE)
+
+
+def test_fixed_shape_leaves_out_a_token_that_stands_twice():
+    source = MarginalSource(torch.tensor([[[5, 5, 7], [2, 1, 3]]]), torch.tensor([[[-1.0, -1, -2], [-1, -2, -3]]]))
+    tree = FixedShape([-1, 0, 0, 0, 2, 3], [0, 0, 1, 2, 0, 1])(ROOT, source, 9)
+    assert tree.tokens.tolist() == [[3, 5, 7, 1, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2, -1, -1]]
+
+
 def test_bad_input_is_refused():
     source = marginal(0)
     with pytest.raises(ValueError, match="budget must be at least 1"):
@@ -284,7 +307,7 @@ def test_bad_input_is_refused():
     for make in (FanoutBestFirst, Beam):
         with pytest.raises(ValueError, match="width must be at least 1"):
             make(0)
-    with pytest.raises(ValueError, match="rank 5, but the source offers 5"):
+    with pytest.raises(ValueError, match="rank 5, but the source offers 5 at level 1"):
         FixedShape([-1, 0], [0, 5])(ROOT, source, 9)
     for parents, ranks in (([-1, 0], [0]), ([0], [0]), ([-1, 1], [0, 0]), ([-1, 0, 0], [0, 1, 1]), ([-1, 0], [0, -1])):
         with pytest.raises(ValueError, match=r"parents|ranks|stands twice"):

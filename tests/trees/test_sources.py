@@ -44,9 +44,25 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             MarginalSource.from_logits(*arguments)
-    with pytest.raises(ValueError, match="temperature"):
-        MarginalSource.from_logits(logits, 2, temperature=0.0)
+    for temperature in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="temperature must be positive and finite"):
+            MarginalSource.from_logits(logits, 2, temperature=temperature)
+    with pytest.raises(ValueError, match=r"tokens must be int64, got torch\.int32"):
+        MarginalSource(torch.zeros(1, 2, 4).int(), torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"log_probs must be float32, got torch\.float64"):
+        MarginalSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 4).double())
     with pytest.raises(ValueError, match="share one shape"):
         MarginalSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 3))
     with pytest.raises(ValueError, match="log_probs"):
         PairwiseSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 4), torch.zeros(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"tokens must be \[B, D, K\]"):
+        PairwiseSource(torch.zeros(2, 4).long(), torch.zeros(1, 4), torch.zeros(1, 2, 4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_go_to_the_lower_token(dtype):
+    logits = torch.zeros(1, 1, 500, dtype=dtype)
+    logits[0, 0, [71, 400, 460]] = 2.0
+    source = MarginalSource.from_logits(logits, 5)
+    assert source.tokens.tolist() == [[[71, 400, 460, 0, 1]]]
+    assert source.log_probs.dtype == torch.float32

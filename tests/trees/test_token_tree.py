@@ -3,10 +3,8 @@ import random
 import networkx
 import pytest
 import torch
-from rich.console import Console
 
-from jetflow import Acceptance, TokenTree
-from jetflow.trees.drawing import draw_tree
+from jetflow import TokenTree
 
 
 def random_parents(rng, count):
@@ -73,17 +71,3 @@ def test_first_keeps_a_tree_and_the_root():
     assert tree.first(4).num_nodes.tolist() == [3]
     with pytest.raises(ValueError, match="num_nodes"):
         tree.first(0)
-
-
-def test_drawing_shows_tokens_probabilities_and_the_accepted_path():
-    tree = TokenTree.from_parents([[5, 7, 8, 9]], [[-1, 0, 0, 1]], torch.tensor([[1.0, 0.5, 0.25, 0.125]]).log())
-    acceptance = Acceptance(torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([4]))
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(draw_tree(tree, decode=lambda token: f"t{token}", acceptance=acceptance))
-    lines = console.export_text().splitlines()
-    assert lines[0].startswith("* 't5'")
-    assert any("* 't7'" in line and "0.500" in line for line in lines)
-    assert any("  't8'" in line and "0.250" in line for line in lines)
-    assert any("+ 't4'" in line for line in lines)
-    with pytest.raises(ValueError, match="row=1"):
-        draw_tree(tree, 1)

@@ -5,6 +5,8 @@ Dimension key: B batch, F frontier slots, K candidates per parent.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,18 +37,23 @@ class EntropyGuided:
 class Hybrid:
     """The weighted sum of cumulative log-probability and entropy: `cum_log_prob - entropy_weight * entropy`.
 
-    The `hybrid` rows of JetSpec (arXiv 2606.18394), Table 10.
+    The `hybrid` rows of JetSpec (arXiv 2606.18394), Table 10, whose alpha is the weight. As in `EntropyGuided`, the
+    entropy is that of the law a candidate comes from, not summed along the path, and sharper laws are preferred.
 
     Args:
         entropy_weight: weight of the entropy, in nats per nat; 0 gives `cumulative_log_prob`.
 
     Raises:
-        ValueError: the weight is negative.
+        ValueError: the weight is negative or not finite.
+
+    Example:
+        >>> from jetflow import BestFirst
+        >>> expander = BestFirst(Hybrid(0.25))
     """
 
     def __init__(self, entropy_weight: float):
-        if not entropy_weight >= 0:
-            raise ValueError(f"entropy_weight must be at least 0, got {entropy_weight}")
+        if not 0 <= entropy_weight < math.inf:
+            raise ValueError(f"entropy_weight must be at least 0 and finite, got {entropy_weight}")
         self.entropy_weight = entropy_weight
 
     def __call__(self, candidates: Candidates) -> Tensor:
@@ -60,9 +67,14 @@ class DepthPenalty:
     Args:
         penalty: nats per level.
         base: the score it is taken from.
+
+    Raises:
+        ValueError: the penalty is not finite.
     """
 
     def __init__(self, penalty: float, base: ScoringFunction = cumulative_log_prob):
+        if not math.isfinite(penalty):
+            raise ValueError(f"penalty must be finite, got {penalty}")
         self.penalty = penalty
         self.base = base
 
@@ -79,12 +91,12 @@ class RankPenalty:
         base: the score it is taken from.
 
     Raises:
-        ValueError: the penalty is negative, which would put a sibling before a better one.
+        ValueError: the penalty is not finite, or negative, which would put a sibling before a better one.
     """
 
     def __init__(self, penalty: float, base: ScoringFunction = cumulative_log_prob):
-        if not penalty >= 0:
-            raise ValueError(f"penalty must be at least 0, got {penalty}")
+        if not 0 <= penalty < math.inf:
+            raise ValueError(f"penalty must be at least 0 and finite, got {penalty}")
         self.penalty = penalty
         self.base = base
 
@@ -102,12 +114,12 @@ class TemperatureCalibrated:
         temperature: above 1 flattens, below 1 sharpens; 1 gives `cumulative_log_prob`.
 
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: the temperature is not positive and finite.
     """
 
     def __init__(self, temperature: float):
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
         self.temperature = temperature
 
     def __call__(self, candidates: Candidates) -> Tensor:

@@ -90,6 +90,12 @@ class FanoutBestFirst:
 
     Raises:
         ValueError: `width` is below 1.
+
+    Example:
+        >>> from jetflow import MarginalSource
+        >>> source = MarginalSource.from_logits(torch.tensor([[[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]]), width=3)
+        >>> FanoutBestFirst(2)(torch.tensor([5]), source, 4).tokens.tolist()
+        [[5, 0, 1, 0]]
     """
 
     def __init__(self, width: int, scoring: ScoringFunction = cumulative_log_prob):
@@ -143,6 +149,12 @@ class Beam:
 
     Raises:
         ValueError: `width` is below 1.
+
+    Example:
+        >>> from jetflow import MarginalSource
+        >>> source = MarginalSource.from_logits(torch.tensor([[[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]]]), width=3)
+        >>> Beam(2)(torch.tensor([5]), source, 4).depths.tolist()
+        [[0, 1, 1, 2]]
     """
 
     def __init__(self, width: int, scoring: ScoringFunction = cumulative_log_prob):
@@ -194,7 +206,8 @@ class FixedShape:
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
         """Builds trees of this shape, cut to its first `budget` nodes.
 
-        Nodes whose token does not exist and levels that the source does not fill (as near a length limit) are left out.
+        Nodes whose token does not exist or stands at a lower rank under the same parent are left out with all below
+        them, as are levels that the source does not fill (as near a length limit).
 
         Raises:
             ValueError: as for `BestFirst`, or the shape asks for a rank that the source does not offer.
