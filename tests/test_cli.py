@@ -63,6 +63,22 @@ def test_generate_streams_and_reads_prompt_files(pair, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+def test_prompt_files_may_hold_blank_lines_and_any_separator(pair, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    # U+2028 may stand unescaped inside a JSON string, and ends a line for str.splitlines.
+    file.write_text('{"prompt": "a\u2028b"}\n\n{"turns": ["c"]}\n', encoding="utf-8")
+    assert main(["generate", *target_of(pair), "--drafter", "none", "--prompts-file", str(file), "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "a"}\n{"prompt": 3}', '{"prompt": "a"}\n[1]', '{"prompt": "a"}\n{', "\n"])
+def test_bad_prompt_files_name_the_line(pair, tmp_path, capsys, content):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    assert main(["generate", *target_of(pair), "--drafter", "none", "--prompts-file", str(file)]) == 2
+    assert ("holds no prompts" if content == "\n" else f"{file}, line 2: ") in capsys.readouterr().err
+
+
 def test_sampling_is_repeatable(pair, capsys):
     outputs = []
     for seed in ("1", "1", "2"):
@@ -89,6 +105,7 @@ def test_demo_compares_the_texts(pair, capsys):
     for method in ("autoregressive", "prompt lookup", "JetFlow, budget 6"):
         assert out.count(method) >= 3
     assert "All texts are equal" in out
+    assert "in [brackets]" in out
     assert "speedup" in out
 
 
@@ -105,6 +122,13 @@ def test_demo_compares_the_texts(pair, capsys):
         (["generate", "--target", "T", "--prompt", "x", "--head", "H", "--expander", "beam"], "needs --width"),
         (["generate", "--target", "T", "--prompt", "x", "--head", "H", "--width", "3"], "belongs to the expanders"),
         (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--attention", "fast"], "must be one of"),
+        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--prompts-file", "f"], "exclude each other"),
+        (
+            ["generate", "--target", "T", "--prompts-file", "f", "--drafter", "lookup", "--num-prompts", "0"],
+            "--num-prompts must",
+        ),
+        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--top-k", "3"], "--temperature above 0"),
+        (["generate", "--target", "/absent/target", "--prompt", "x", "--drafter", "lookup"], "/absent/target"),
         (["demo", "--models", "absent"], "holds no tiny pair"),
     ],
 )
@@ -114,3 +138,13 @@ def test_mistakes_are_one_line(pair, capsys, arguments, message):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("jetflow: error:") == 1
+    assert err.count("\n") == 1
+
+
+def test_long_errors_become_one_line(pair, capsys, monkeypatch):
+    def fail(*args, **settings):
+        raise OSError("no such model\n  in the hub\nor here")
+
+    monkeypatch.setattr("jetflow.targets.Target.from_pretrained", fail)
+    assert main(["generate", *target_of(pair), "--drafter", "lookup", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "jetflow: error: no such model in the hub or here\n"

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetflow import __version__
+
 if TYPE_CHECKING:
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.protocols import Drafter, TreeExpander
@@ -25,12 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
-        print(f"jetflow: error: {error}", file=sys.stderr)
+        # Errors of the hub fill a page.
+        print(f"jetflow: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jetflow", description="Lossless tree speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"jetflow {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="stream a few prompts three ways and compare text and speed")
@@ -84,8 +88,10 @@ def _generate(args: argparse.Namespace) -> int:
 
     from jetflow.acceptors import SamplingAcceptor
 
-    target = _load_target(args)
+    if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
+        raise ValueError("--top-k and --top-p choose what is drawn from; give a --temperature above 0 with them")
     acceptor = SamplingAcceptor(args.temperature, top_k=args.top_k, top_p=args.top_p)
+    target = _load_target(args)
     decoder = _decoder(args, target, acceptor)
     for prompt in _prompts(args, target):
         settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
@@ -136,12 +142,17 @@ def _load_target(args: argparse.Namespace) -> Target:
 
     from jetflow.targets import Target
 
-    if args.prompt is None and getattr(args, "prompts_file", None) is None:
+    file = getattr(args, "prompts_file", None)
+    if args.prompt is None and file is None:
         raise ValueError("give a text with --prompt (generate also takes --prompts-file)")
+    if args.prompt is not None and file is not None:
+        raise ValueError("--prompt and --prompts-file exclude each other")
     if args.head is None and args.drafter is None:
         raise ValueError("give a draft head with --head, or --drafter lookup, or --drafter none for plain decoding")
     if args.head is not None and args.drafter is not None:
         raise ValueError("--head and --drafter exclude each other")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch finds no CUDA device here")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device, attention=args.attention)
     if target.tokenizer is None:
@@ -182,15 +193,35 @@ def _expander(args: argparse.Namespace) -> TreeExpander:
 
 
 def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
-    texts = [args.prompt] if args.prompt is not None else []
     file = getattr(args, "prompts_file", None)
-    if file is not None:
-        for number, line in enumerate(Path(file).read_text().splitlines()[: args.num_prompts], start=1):
-            row = json.loads(line)
-            text = row.get("prompt") or next(iter(row.get("turns") or []), None)
-            if not isinstance(text, str):
-                raise ValueError(f'{file}, line {number}: needs a text "prompt" or a list "turns"')
-            texts.append(text)
+    texts = [args.prompt] if file is None else _texts_of(file, args.num_prompts)
     if not args.chat:
         return [target.tokenizer(text).input_ids for text in texts]
     return [target.chat_ids(text) for text in texts]
+
+
+def _texts_of(file: str, num_prompts: int | None) -> list[str]:
+    """Returns the first `num_prompts` texts of a JSONL file (all when None); of several turns the first."""
+    if num_prompts is not None and num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {num_prompts}")
+    texts: list[str] = []
+    # Not splitlines: it also breaks at separators that may stand inside a JSON string.
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number}: is not JSON ({error})") from error
+        turns = row.get("turns") if isinstance(row, dict) else None
+        text = row.get("prompt") if isinstance(row, dict) else None
+        if text is None and isinstance(turns, list) and turns:
+            text = turns[0]
+        if not isinstance(text, str):
+            raise ValueError(f'{file}, line {number}: needs a text "prompt" or a list "turns" of texts')
+        texts.append(text)
+        if len(texts) == num_prompts:
+            break
+    if not texts:
+        raise ValueError(f"{file} holds no prompts")
+    return texts

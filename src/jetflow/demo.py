@@ -79,9 +79,15 @@ def run_demo(models: Path, *, num_prompts: int, budget: int, max_new_tokens: int
     if num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
     target, decoders = tiny_decoders(models, [budget])
-    lines = [json.loads(line) for line in (models / "heldout.jsonl").read_text().splitlines()][:num_prompts]
+    # Not splitlines: it also breaks at separators that may stand inside a JSON string.
+    rows = (models / "heldout.jsonl").read_text(encoding="utf-8").split("\n")
+    lines = [json.loads(row) for row in rows if row][:num_prompts]
     prompts = [target.chat_ids(line["prompt"]) for line in lines]
     console = Console()
+    runs = "on colour" if console.is_terminal else "in [brackets]"
+    console.print(
+        f"Runs {runs} were drafted and accepted; what stands between them is the target's own next token.", markup=False
+    )
     for line, prompt in zip(lines, prompts, strict=True):
         console.rule(line["id"] if isinstance(line["id"], str) else f"prompt {line['id']}")
         console.print(Text(line["prompt"]), style="bold")
