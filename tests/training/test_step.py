@@ -179,9 +179,7 @@ def test_micro_batches_add_up_to_the_whole_batch(target):
         for start in range(0, 4, size):
             rows = slice(start, start + size)
             part = Batch(batch.token_ids[rows], batch.loss_mask[rows])
-            out = block_loss(
-                head, target, part, anchors=anchors[rows], valid=valid[rows], loss=ForwardKL(), decay_rate=4.0
-            )
+            out = block_loss(head, target, part, anchors=anchors[rows], valid=valid[rows], loss=ForwardKL(), decay_rate=4.0)
             (out.loss * out.weight_sum).backward()
             losses, weights = losses + out.loss.detach() * out.weight_sum, weights + out.weight_sum
         torch.testing.assert_close(losses / weights, whole.loss.detach(), atol=ATOL, rtol=1e-5)
@@ -257,9 +255,7 @@ def test_training_lowers_the_loss(target):
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     losses = []
     for step in range(60):
-        out = draft_loss(
-            head, target, batch, loss=ForwardKL(), num_anchors=12, generator=torch.Generator().manual_seed(step)
-        )
+        out = draft_loss(head, target, batch, loss=ForwardKL(), num_anchors=12, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         out.loss.backward()
         optimizer.step()

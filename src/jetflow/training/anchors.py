@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def sample_anchors(
-    loss_mask: Tensor, num_anchors: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def sample_anchors(loss_mask: Tensor, num_anchors: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Draws anchors among the positions whose next token is supervised, each position at most once per row.
 
     Args:

@@ -103,9 +103,7 @@ def draft_loss(
         >>> out.loss.backward()  # doctest: +SKIP
     """
     anchors, valid = sample_anchors(batch.loss_mask, num_anchors, generator)
-    return block_loss(
-        head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate, mask_form=mask_form
-    )
+    return block_loss(head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate, mask_form=mask_form)
 
 
 def block_loss(
@@ -142,8 +140,7 @@ def block_loss(
     """
     if batch.token_ids.shape != batch.loss_mask.shape:
         raise ValueError(
-            f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, "
-            f"got {tuple(batch.loss_mask.shape)}"
+            f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
         )
     block_size = head.config.block_size
     slot_weights = exponential_position_weights(block_size, decay_rate).to(anchors.device)
