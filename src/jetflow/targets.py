@@ -270,7 +270,7 @@ def _check_supported(model: PreTrainedModel) -> None:
     for setting in UNSUPPORTED_SETTINGS:
         if getattr(config, setting, None) not in (None, 1, 1.0):
             raise ValueError(f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet")
-    if model.training and getattr(config, "attention_dropout", 0.0):
+    if model.training and getattr(config, "attention_dropout", None):
         raise ValueError("the model drops attention weights at random while it is in training mode; call model.eval()")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise ValueError("the model is split over several devices; load it on one device")
