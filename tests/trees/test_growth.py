@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetflow import Beam, BestFirst, Chain, FanoutBestFirst, FixedShape, MarginalSource, PairwiseSource, TokenTree
+from jetflow.scoring import DepthPenalty, EntropyGuided, Hybrid, RankPenalty
 
 ROOT = torch.tensor([3])
 FIELDS = ("tokens", "parents", "depths", "scores", "num_nodes")
@@ -19,6 +20,9 @@ EXPANDERS = [
     Beam(3),
     Chain(),
     FixedShape([-1, 0, 0, 1], [0, 0, 1, 1]),
+    BestFirst(EntropyGuided()),
+    FanoutBestFirst(3, EntropyGuided()),
+    Beam(3, Hybrid(0.5)),
 ]
 
 
@@ -32,6 +36,27 @@ class PerParent:
         tokens, log_probs = self.source(level, frontier)
         size = frontier.tokens.shape[1]
         return tokens.expand(-1, size, -1).contiguous(), log_probs.expand(-1, size, -1).contiguous()
+
+
+class PathLaws:
+    """A law of its own for every path, as a head that reads the path has; follows `Frontier.parents` to know them."""
+
+    max_depth, vocab = 3, 4
+
+    def law(self, path):
+        seed = sum((token + 1) * 10**place for place, token in enumerate(path))
+        return (2 * torch.randn(self.vocab, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+
+    def score(self, path):
+        return sum(float(self.law(path[:place])[token]) for place, token in enumerate(path))
+
+    def __call__(self, level, frontier):
+        slots = zip(frontier.parents[0].tolist(), frontier.tokens[0].tolist(), strict=True)
+        self.paths = [()] if level == 1 else [(*self.paths[parent], token) for parent, token in slots]
+        expected = torch.tensor([[self.score(path) for path in self.paths]])
+        torch.testing.assert_close(frontier.cum_log_probs, expected.float(), atol=1e-5, rtol=0)
+        log_probs, tokens = torch.stack([self.law(path) for path in self.paths]).sort(dim=-1, descending=True)
+        return tokens[None], log_probs[None]
 
 
 class Answers:
@@ -60,16 +85,21 @@ def tied_marginals(seed, batch=1, depth=4, width=4):
     return MarginalSource(tokens, log_probs.sort(dim=-1, descending=True).values)
 
 
-def plain_nodes(source, width=None):
-    """All nodes of the whole tree, level by level, each level in the order of score, parent, rank. No cutting."""
-    levels = [[(0.0, None, 3)]]
-    for table, log_probs in zip(source.tokens[0].tolist(), source.log_probs[0].tolist(), strict=True):
+def plain_nodes(source, width=None, change=lambda depth, rank: 0.0):
+    """All nodes of the whole tree as (priority, parent, token, score), each level by priority, parent, rank. No cutting.
+
+    `change` is what the scoring function adds to the score.
+    """
+    levels = [[(float("inf"), None, 3, 0.0)]]
+    tables = zip(source.tokens[0].tolist(), source.log_probs[0].tolist(), strict=True)
+    for depth, (table, log_probs) in enumerate(tables, 1):
         nodes = []
         for parent, rank in itertools.product(range(len(levels[-1])), range(len(table[:width]))):
-            score = levels[-1][parent][0] + log_probs[rank]
+            above, _, _, score = levels[-1][parent]
+            score += log_probs[rank]
             if score != float("-inf") and table[rank] not in table[:rank]:
-                nodes.append((-score, parent, rank, table[rank]))
-        levels.append([(-negative, parent, token) for negative, parent, _, token in sorted(nodes)])
+                nodes.append((-min(above, score + change(depth, rank)), parent, rank, table[rank], score))
+        levels.append([(-negative, parent, token, score) for negative, parent, _, token, score in sorted(nodes)])
     return levels
 
 
@@ -85,6 +115,14 @@ def assert_equal(tree, names, levels):
     assert tree.tokens[0].tolist()[: len(names)] == [levels[depth][place][2] for depth, place in names]
     parents = [-1 if depth == 0 else where[depth - 1, levels[depth][place][1]] for depth, place in names]
     assert tree.parents[0].tolist()[: len(names)] == parents
+    assert tree.scores[0].tolist()[: len(names)] == [levels[depth][place][3] for depth, place in names]
+
+
+def paths_of(tree):
+    paths = [()]
+    for node in range(1, int(tree.num_nodes[0])):
+        paths.append((*paths[int(tree.parents[0, node])], int(tree.tokens[0, node])))
+    return paths
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,6 +144,38 @@ def test_fanout_is_the_plain_rule_also_on_ties(seed, budget, width):
             # Children of one parent stand in the order of their ranks.
             names += [(depth + 1, child) for child, node in enumerate(levels[depth + 1]) if node[1] == place]
     assert_equal(FanoutBestFirst(width)(ROOT, source, budget), names[:budget], levels)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "change"),
+    [
+        (DepthPenalty(0.5), lambda depth, rank: -0.5 * depth),
+        (DepthPenalty(-0.75), lambda depth, rank: 0.75 * depth),
+        (RankPenalty(0.25), lambda depth, rank: -0.25 * rank),
+        (lambda candidates: candidates.cum_log_probs + candidates.ranks, lambda depth, rank: rank),
+    ],
+    ids=["shallow", "deep", "narrow", "odd"],
+)
+def test_other_scores_follow_the_plain_rule_with_children_lowered_to_their_parents(scoring, change):
+    for seed in range(20):
+        source = tied_marginals(seed)
+        levels = plain_nodes(source, change=change)
+        for budget in (2, 5, 17, 60):
+            assert_equal(BestFirst(scoring)(ROOT, source, budget), plain_order(levels)[:budget], levels)
+
+
+@pytest.mark.parametrize("budget", [2, 9, 30, 200])
+def test_sources_can_follow_the_path(budget):
+    source = PathLaws()
+    every = [p for size in (1, 2, 3) for p in itertools.product(range(source.vocab), repeat=size)]
+    best = sorted(every, key=lambda path: -source.score(path))[: budget - 1]
+    shape = FixedShape([-1, 0, 0, 1, 2, 2, 5, 4], [0, 2, 0, 1, 0, 3, 1, 0])
+    for expander in (BestFirst(), BestFirst(RankPenalty(1.0)), FanoutBestFirst(3), Beam(3), Chain(), shape):
+        tree = expander(ROOT, source, budget)
+        paths = paths_of(tree)
+        expected = torch.tensor([source.score(path) for path in paths])
+        torch.testing.assert_close(tree.scores[0, : len(paths)], expected.float(), atol=1e-5, rtol=0)
+    assert set(paths_of(BestFirst()(ROOT, source, budget))) == {(), *best}
 
 
 @settings(max_examples=60, deadline=None)
