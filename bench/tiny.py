@@ -63,6 +63,12 @@ def with_table(readme: str, report: dict) -> str:
             f"| {row['name']} | {row['tau']:.2f} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x "
             f"| {row['texts_equal']} of {row['num_prompts']} |"
         )
+    settings, versions = report["settings"], report["versions"]
+    rows += [
+        "",
+        f"{settings['num_prompts']} prompts, {settings['repeats']} repeats, {report['threads']} threads ({report['machine']}), "
+        f"torch {versions['torch']}, transformers {versions['transformers']}.",
+    ]
     table = "\n".join(rows)
     marked = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", flags=re.DOTALL)
     return marked.sub(rf"\g<1>{table}\n\g<2>", readme)
