@@ -40,7 +40,8 @@ def test_every_node_has_the_logits_and_features_of_its_path(target, num_nodes):
     output = verifier.verify(TokenTree.from_parents([tokens], [parents]))
     for node in range(num_nodes):
         text = prompt + [tokens[n] for n in path_to(parents, node)]
-        features, logits = target.features(torch.tensor([text]), TAPS)
+        features, final = target.features(torch.tensor([text]), TAPS)
+        logits = target.lm_head(final)
         torch.testing.assert_close(output.logits[0, node], logits[0, -1], atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(output.features[0, node], features[0, -1], atol=TOLERANCE, rtol=0)
 
@@ -66,12 +67,14 @@ def test_rows_of_different_lengths_equal_single_runs(target):
     second = verifier.verify(batch)
     for row, (tokens, parents) in enumerate(trees):
         text = prompts[row] + [tokens[node] for node in paths[row]]
-        _, logits = target.features(torch.tensor([prompts[row]]), TAPS)
+        _, final = target.features(torch.tensor([prompts[row]]), TAPS)
+        logits = target.lm_head(final)
         torch.testing.assert_close(prefill.logits[row, 0], logits[0, -1], atol=TOLERANCE, rtol=0)
         for node in range(9):
             ending = [tokens[n] for n in path_to(parents, node)]
             for output, start in ((first, prompts[row]), (second, text)):
-                features, logits = target.features(torch.tensor([start + ending]), TAPS)
+                features, final = target.features(torch.tensor([start + ending]), TAPS)
+                logits = target.lm_head(final)
                 torch.testing.assert_close(output.logits[row, node], logits[0, -1], atol=TOLERANCE, rtol=0)
                 torch.testing.assert_close(output.features[row, node], features[0, -1], atol=TOLERANCE, rtol=0)
 
@@ -80,7 +83,8 @@ def test_rows_of_different_lengths_equal_single_runs(target):
 def test_prefill_features_equal_training_features(attention):
     target = Target(make_model("qwen3"), attention=attention)
     prompt = torch.tensor([[5, 9, 13, 21, 9, 13, 30]])
-    expected, logits = target.features(prompt, TAPS)
+    expected, final = target.features(prompt, TAPS)
+    logits = target.lm_head(final)
     hidden = target.model(prompt, output_hidden_states=True).hidden_states
     # The last layer is tapped before the final norm, which hidden_states[-1] has behind it.
     torch.testing.assert_close(expected[..., :32], hidden[TAPS[0] + 1])

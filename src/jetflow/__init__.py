@@ -18,7 +18,7 @@ _HOMES = {
     "jetflow.heads.block_draft_head": ("BlockDraftHead",),
     "jetflow.heads.checkpoint": ("load_head", "save_head"),
     "jetflow.heads.config": ("DraftHeadConfig",),
-    "jetflow.losses": ("CrossEntropy", "ForwardKL", "ReverseKL"),
+    "jetflow.losses": ("CrossEntropy", "ForwardKL", "JensenShannon", "LogAcceptance", "ReverseKL", "TotalVariation"),
     "jetflow.protocols": ("Acceptance", "Candidates", "DraftContext", "Frontier", "TargetOutput"),
     "jetflow.results": ("GenerationResult", "Round", "RoundStats"),
     "jetflow.targets": ("Target",),

@@ -77,6 +77,7 @@ class TreeCache(Cache):
         # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch_size
+        self._last_slots: tuple[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
 
     @property
     def capacity(self) -> int:
@@ -116,10 +117,26 @@ class TreeCache(Cache):
             storage[0, :, :, end - new : end] = keys
             storage[1, :, :, end - new : end] = values
         else:
-            for row, length in enumerate(self.lengths):
-                storage[0, row, :, length : length + new] = keys[row]
-                storage[1, row, :, length : length + new] = values[row]
+            rows, slots = self._slots(new)
+            storage[0, rows, :, slots] = keys.transpose(1, 2)
+            storage[1, rows, :, slots] = values.transpose(1, 2)
         return storage[0, :, :, :end], storage[1, :, :, :end]
+
+    def _slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Indices [B, 1] and [B, T] of the rows and of the slots behind their committed tokens."""
+        key = (num_tokens, tuple(self.lengths))
+        if self._last_slots is None or self._last_slots[0] != key:
+            device = self._storage.device
+            starts = torch.tensor(self.lengths, device=device)
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            # Every layer of a pass writes to the same slots.
+            self._last_slots = (key, (rows, starts[:, None] + torch.arange(num_tokens, device=device)))
+        return self._last_slots[1]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drops all rows but the given ones, which then stand in the given order."""
+        self._storage = self._storage[:, :, torch.tensor(rows, device=self._storage.device)]
+        self.lengths = [self.lengths[row] for row in rows]
 
     def advance(self, num_tokens: list[int]) -> None:
         """Commits the first `num_tokens[b]` tokens of the last pass as they lie."""

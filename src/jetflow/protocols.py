@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -169,7 +169,8 @@ class BudgetPolicy(Protocol):
 class Loss(Protocol):
     """Compares draft and target laws, one float32 value per position.
 
-    `draft_logits` and `target_logits` are [..., V]; `labels` int64 [...] are the true next tokens, -100 where ignored.
+    `draft_logits` and `target_logits` are [..., V]; `labels` int64 [...] are the true next tokens, -100 where ignored. A loss
+    may have an attribute `uses_target`; where it is False, training passes None for `target_logits`.
     """
 
-    def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor: ...
+    def __call__(self, draft_logits: Tensor, target_logits: Any, labels: Tensor) -> Tensor: ...

@@ -151,6 +151,12 @@ class Target:
         """Returns logits [..., V] of final-normed hidden states [..., H]."""
         return self.model.get_output_embeddings()(hidden)
 
+    def output_rows(self, token_ids: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """Returns weight [R, H] and bias [R] or None of the output embedding for `token_ids` int64 [R], without gradients."""
+        module = self.model.get_output_embeddings()
+        bias = getattr(module, "bias", None)
+        return module.weight.detach()[token_ids], None if bias is None else bias.detach()[token_ids]
+
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """Returns an empty cache for this model."""
         config = self.config
@@ -172,21 +178,32 @@ class Target:
             raise ValueError(f"taps={list(taps)}: layer {wrong[0]} must be in [0, {self.num_layers})")
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def features(self, token_ids: Tensor, taps: Sequence[int], document_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Runs whole sequences without a cache, as training needs it.
 
         Args:
             token_ids: int64 [B, S].
             taps: tapped layers; layer L means the output of decoder layer L, before any final norm.
+            document_ids: int64 [B, S], equal within a document, for rows that hold several; documents do not see each
+                other and each starts at position 0.
 
         Returns:
-            The tapped outputs, concatenated [B, S, k * H], and the logits [B, S, V].
+            The tapped outputs, concatenated [B, S, k * H], and the final-normed hidden states [B, S, H], whose `lm_head`
+            gives the logits.
 
         Raises:
             ValueError: a tap is outside the target.
         """
-        logits, features = self.forward(token_ids, taps=taps, use_cache=False)
-        return features, logits
+        self.check_taps(taps)
+        arguments: dict[str, Any] = {}
+        if document_ids is not None:
+            # transformers reads the borders of documents off positions that start again.
+            arguments["position_ids"] = _document_positions(document_ids)
+        with _capture(self.decoder.layers, taps) as captured, self._attention(self.attention):
+            final = self.decoder(input_ids=token_ids, use_cache=False, **arguments).last_hidden_state
+        if not taps:
+            return final.new_zeros(*token_ids.shape, 0), final
+        return torch.cat([captured[tap] for tap in taps], dim=-1), final
 
     def forward(
         self,
@@ -222,6 +239,14 @@ class Target:
             yield
         finally:
             self.config._attn_implementation = before
+
+
+def _document_positions(document_ids: Tensor) -> Tensor:
+    """Position of each token within its document, int64 [B, S]."""
+    places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
 @contextmanager

@@ -165,6 +165,10 @@ class TreeVerifier:
         )
         return TargetOutput(logits, features)
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drops all rows of the batch but the given ones, such as those whose text goes on."""
+        self.cache.keep_rows(rows)
+
     def commit(self, acceptance: Acceptance) -> None:
         """Keeps root and accepted nodes of the last verified tree in the cache and drops the rest."""
         self.cache.commit(acceptance.path, [accepted + 1 for accepted in acceptance.num_accepted.tolist()])

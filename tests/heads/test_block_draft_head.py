@@ -43,7 +43,7 @@ def test_packed_training_pass_equals_decoding_each_block(causal):
     features, anchors = torch.randn(2, 11, 64), torch.tensor([[0, 4, 11], [5, 5, 2]])
     blocks = torch.randn(2, 3, 5, 32)
     positions = (anchors[:, :, None] + torch.arange(5)).flatten(1)
-    mask = masks.dense(masks.anchor_blocks(anchors, 5, 11, causal), 2, 1, 15, 26)
+    mask = masks.dense(masks.anchor_blocks(anchors, 5, 11, causal=causal), 2, 1, 15, 26)
     packed = head(blocks.flatten(1, 2), features, positions, mask).unflatten(1, (3, 5))
     for row in range(2):
         for index, anchor in enumerate(anchors[row].tolist()):
@@ -57,7 +57,7 @@ def test_block_never_reacts_to_features_from_its_anchor_on():
     features, blocks = torch.randn(1, 11, 64), torch.randn(1, 10, 32)
     anchors = torch.tensor([[4, 6]])
     positions = (anchors[:, :, None] + torch.arange(5)).flatten(1)
-    mask = masks.dense(masks.anchor_blocks(anchors, 5, 11, True), 1, 1, 10, 21)
+    mask = masks.dense(masks.anchor_blocks(anchors, 5, 11, causal=True), 1, 1, 10, 21)
     before = head(blocks, features, positions, mask)
     for position in range(11):
         changed = features.clone()
@@ -98,7 +98,7 @@ def test_flex_attention_gives_the_same_block():
     head = make_head()
     features, blocks, anchors = torch.randn(1, 11, 64), torch.randn(1, 10, 32), torch.tensor([[4, 6]])
     positions = (anchors[:, :, None] + torch.arange(5)).flatten(1)
-    rule = masks.anchor_blocks(anchors, 5, 11, True)
+    rule = masks.anchor_blocks(anchors, 5, 11, causal=True)
     dense = head(blocks, features, positions, masks.dense(rule, 1, 1, 10, 21))
     sparse = head(blocks, features, positions, masks.block_mask(rule, 1, 1, 10, 21))
     torch.testing.assert_close(sparse, dense, atol=TOLERANCE, rtol=0)
@@ -112,7 +112,8 @@ def test_parity_with_the_public_implementation(shared_fixtures, kind):
     target = Target.from_pretrained(str(shared_fixtures / "target_qwen3"), dtype=torch.float32)
     head = load_head(shared_fixtures / f"head_qwen3_{kind}")
     assert head.config.causal == (kind == "causal")
-    features, logits = target.features(expected["tokens"], head.config.taps)
+    features, final = target.features(expected["tokens"], head.config.taps)
+    logits = target.lm_head(final)
     torch.testing.assert_close(features, expected["target_features"], atol=PARITY, rtol=0)
     torch.testing.assert_close(logits, expected["target_logits"], atol=PARITY, rtol=0)
     cache, done = head.new_cache(1), 0

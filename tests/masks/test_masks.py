@@ -25,7 +25,7 @@ def test_anchor_blocks_follow_the_three_rules(causal):
         key_block, key_offset = divmod(k - S, BLOCK)
         return key_block == block and (key_offset <= offset or not causal)
 
-    built = masks.dense(masks.anchor_blocks(ANCHORS, BLOCK, S, causal), 2, 1, q_len, S + q_len)
+    built = masks.dense(masks.anchor_blocks(ANCHORS, BLOCK, S, causal=causal), 2, 1, q_len, S + q_len)
     assert torch.equal(built, loops(rule, 2, q_len, S + q_len))
     assert built.any(-1).all()
 
@@ -97,7 +97,7 @@ def test_flex_attention_with_the_block_mask_equals_the_dense_mask():
 
     anchors = torch.tensor([[3, 70, 100], [50, 51, 130]])
     context, q_len = 130, 3 * 6
-    rule = masks.anchor_blocks(anchors, 6, context, True)
+    rule = masks.anchor_blocks(anchors, 6, context, causal=True)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 2, q_len, 16, generator=generator)
     k, v = (torch.randn(2, 2, context + q_len, 16, generator=generator) for _ in range(2))

@@ -12,7 +12,8 @@ from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL
 from jetflow.targets import Target
-from jetflow.training import Batch, block_loss, draft_loss, sample_anchors
+from jetflow.training import Batch, StepSettings, TeacherStates, block_loss, draft_loss, sample_anchors, supervised_slots
+from jetflow.training.vocabulary import SampledVocabulary
 
 VOCAB, BLOCK, TAPS = 40, 5, (0, 1, 2)
 # Sums of a few hundred float32 terms in another order.
@@ -77,14 +78,16 @@ class CertainTarget:
 
     def __init__(self, token_ids):
         self.dtype = torch.float32
-        self.model = SimpleNamespace(get_output_embeddings=nn.Identity)
         following = token_ids.roll(-1, 1)
         self.logits = 60.0 * nn.functional.one_hot(following, VOCAB).float()
 
     def embed(self, ids):
         return torch.zeros(*ids.shape, 16)
 
-    def features(self, token_ids, taps):
+    def output_rows(self, token_ids):
+        return torch.eye(VOCAB)[token_ids], None
+
+    def features(self, token_ids, taps, document_ids=None):
         return torch.zeros(*token_ids.shape, 48), self.logits
 
 
@@ -106,7 +109,7 @@ def test_metrics_count_each_depth_and_end_with_the_span():
     batch = make_batch(7, width=12)
     head, target = PerfectHead(batch.token_ids), CertainTarget(batch.token_ids)
     anchors, valid = all_anchors(batch)
-    out = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=CrossEntropy())
+    out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(CrossEntropy()))
     assert out.num_slots_by_depth.tolist() == [4, 3, 2, 1]
     assert out.num_anchors.item() == 4
     assert out.weight_sum.item() == 10
@@ -117,10 +120,11 @@ def test_loss_equals_blocks_taken_one_by_one(head, target):
     batch = make_batch(11, 8)
     anchors, valid = sample_anchors(batch.loss_mask, 4, torch.Generator().manual_seed(2))
     loss, decay_rate = ForwardKL(2.0), 3.0
-    out = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate)
+    out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(loss, decay_rate))
     total, weight_sum = 0.0, 0.0
     for b, row in enumerate(batch.token_ids):
-        features, logits = target.features(row[None], TAPS)
+        features, final = target.features(row[None], TAPS)
+        logits = target.lm_head(final)
         for anchor in anchors[b][valid[b]].tolist():
             # As at decode time: a cache that holds what lies before the anchor.
             cache = head.new_cache(1)
@@ -153,14 +157,15 @@ def test_gradients_reach_every_head_parameter_and_no_target_parameter(head, targ
 def test_block_sees_no_feature_from_its_anchor_on(head, target):
     batch = make_batch(14)
     anchors, valid = torch.tensor([[4, 6, 9]]), torch.ones(1, 3, dtype=torch.bool)
-    features, logits = target.features(batch.token_ids, TAPS)
+    features, final = target.features(batch.token_ids, TAPS)
     features.requires_grad_()
-    fixed = SimpleNamespace(model=target.model, dtype=target.dtype, embed=target.embed)
-    fixed.features = lambda token_ids, taps: (features, logits)
+    states = TeacherStates(features, final)
     for kept in range(3):
         features.grad = None
         only = valid & (torch.arange(3) == kept)
-        block_loss(head, fixed, batch, anchors=anchors, valid=only, loss=ForwardKL()).loss.backward()
+        block_loss(
+            head, target, batch, anchors=anchors, valid=only, settings=StepSettings(ForwardKL()), states=states
+        ).loss.backward()
         reacts = (features.grad[0].abs().sum(-1) > 0).tolist()
         anchor = int(anchors[0, kept])
         assert reacts == [position < anchor for position in range(14)]
@@ -170,7 +175,7 @@ def test_micro_batches_add_up_to_the_whole_batch(target):
     head = make_head(target, causal=True)
     batch = make_batch(5, 12, 6, 10, width=12)
     anchors, valid = sample_anchors(batch.loss_mask, 4, torch.Generator().manual_seed(0))
-    whole = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL(), decay_rate=4.0)
+    whole = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL(), 4.0))
     whole.loss.backward()
     expected = [parameter.grad.clone() for parameter in head.parameters()]
     for size in (1, 2):
@@ -179,7 +184,9 @@ def test_micro_batches_add_up_to_the_whole_batch(target):
         for start in range(0, 4, size):
             rows = slice(start, start + size)
             part = Batch(batch.token_ids[rows], batch.loss_mask[rows])
-            out = block_loss(head, target, part, anchors=anchors[rows], valid=valid[rows], loss=ForwardKL(), decay_rate=4.0)
+            out = block_loss(
+                head, target, part, anchors=anchors[rows], valid=valid[rows], settings=StepSettings(ForwardKL(), 4.0)
+            )
             (out.loss * out.weight_sum).backward()
             losses, weights = losses + out.loss.detach() * out.weight_sum, weights + out.weight_sum
         torch.testing.assert_close(losses / weights, whole.loss.detach(), atol=ATOL, rtol=1e-5)
@@ -191,10 +198,10 @@ def test_padding_changes_nothing(target):
     head = make_head(target, causal=True)
     batch = make_batch(9)
     anchors, valid = all_anchors(batch)
-    short = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL())
-    padded = Batch(*(torch.nn.functional.pad(part, (0, 7)) for part in batch))
+    short = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL()))
+    padded = Batch(*(torch.nn.functional.pad(part, (0, 7)) for part in batch[:2]))
     anchors, valid = all_anchors(padded)
-    long = block_loss(head, target, padded, anchors=anchors, valid=valid, loss=ForwardKL())
+    long = block_loss(head, target, padded, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL()))
     torch.testing.assert_close(long.loss, short.loss, atol=ATOL, rtol=1e-5)
     assert torch.equal(long.num_slots_by_depth, short.num_slots_by_depth)
 
@@ -222,9 +229,9 @@ def test_row_without_answer_leaves_the_other_row_alone(target):
     head = make_head(target, causal=True)
     batch = make_batch(10, 3)
     anchors, valid = all_anchors(batch)
-    both = block_loss(head, target, batch, anchors=anchors, valid=valid, loss=ForwardKL())
+    both = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL()))
     first = Batch(batch.token_ids[:1], batch.loss_mask[:1])
-    alone = block_loss(head, target, first, anchors=anchors[:1], valid=valid[:1], loss=ForwardKL())
+    alone = block_loss(head, target, first, anchors=anchors[:1], valid=valid[:1], settings=StepSettings(ForwardKL()))
     torch.testing.assert_close(both.loss, alone.loss, atol=ATOL, rtol=1e-5)
     assert both.num_anchors == alone.num_anchors
 
@@ -232,11 +239,12 @@ def test_row_without_answer_leaves_the_other_row_alone(target):
 def test_mask_as_block_mask_gives_the_same_loss(head, target):
     batch = make_batch(12, 9)
     anchors, valid = all_anchors(batch)
-    given = {"anchors": anchors, "valid": valid, "loss": ForwardKL()}
+    given = {"anchors": anchors, "valid": valid}
     # FlexAttention has no backward on a CPU.
     with torch.no_grad():
-        dense = block_loss(head, target, batch, **given).loss
-        sparse = block_loss(head, target, batch, **given, mask_form=masks.block_mask).loss
+        dense = block_loss(head, target, batch, **given, settings=StepSettings(ForwardKL())).loss
+        settings = StepSettings(ForwardKL(), mask_form=masks.block_mask)
+        sparse = block_loss(head, target, batch, **given, settings=settings).loss
     torch.testing.assert_close(sparse, dense, atol=ATOL, rtol=1e-5)
 
 
@@ -268,3 +276,81 @@ def test_mask_of_another_shape_is_named(target):
     batch = make_batch(9)
     with pytest.raises(ValueError, match=r"loss_mask must have the shape of token_ids, \(1, 9\), got \(1, 8\)"):
         draft_loss(head, target, Batch(batch.token_ids, batch.loss_mask[:, :8]), loss=ForwardKL(), num_anchors=2)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), ForwardKL(), ReverseKL()], ids=["ce", "forward", "reverse"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+def test_chunks_change_neither_loss_nor_gradients_nor_metrics(target, loss, chunk_size):
+    head, batch = make_head(target, causal=True), make_batch(14, 9)
+    anchors, valid = all_anchors(batch)
+    outputs, grads = [], []
+    for size in (10_000, chunk_size):
+        head.zero_grad()
+        settings = StepSettings(loss, 3.0, chunk_size=size)
+        out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings)
+        out.loss.backward()
+        outputs.append(out)
+        grads.append([parameter.grad.clone() for parameter in head.parameters()])
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, atol=ATOL, rtol=1e-5)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=ATOL, rtol=1e-4)
+
+
+def test_chunked_gradient_is_that_of_plain_autograd(target):
+    head, batch = make_head(target, causal=True), make_batch(14, 9)
+    anchors, valid = all_anchors(batch)
+    seen = []
+    hook = head.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL(), chunk_size=5))
+    hook.remove()
+    (chunked,) = torch.autograd.grad(out.loss, seen[0], retain_graph=True)
+    hidden = seen[0].detach().unflatten(1, (-1, BLOCK)).requires_grad_()
+    slots = supervised_slots(batch.loss_mask, anchors, valid=valid, block_size=BLOCK)
+    rows, blocks, depths = slots.nonzero(as_tuple=True)
+    places = anchors[rows, blocks] + depths
+    _, final = target.features(batch.token_ids, TAPS)
+    values = ForwardKL()(
+        target.lm_head(hidden[rows, blocks, depths + 1]), target.lm_head(final)[rows, places], batch.token_ids[rows, places + 1]
+    )
+    (plain,) = torch.autograd.grad(values.mean(), hidden)
+    torch.testing.assert_close(chunked, plain.flatten(1, 2), atol=ATOL, rtol=1e-4)
+
+
+def test_packed_documents_are_taught_as_if_they_stood_alone(target):
+    head, lengths = make_head(target, causal=True), (9, 6, 12)
+    settings = StepSettings(ForwardKL())
+    apart = make_batch(*lengths)
+    total, weight = torch.tensor(0.0), torch.tensor(0.0)
+    pieces, masks_, anchors = [], [], []
+    for row, length in enumerate(lengths):
+        one = Batch(apart.token_ids[row : row + 1, :length], apart.loss_mask[row : row + 1, :length])
+        own, valid = all_anchors(one)
+        out = block_loss(head, target, one, anchors=own, valid=valid, settings=settings)
+        total, weight = total + out.loss * out.weight_sum, weight + out.weight_sum
+        anchors.append(own[valid] + sum(lengths[:row]))
+        pieces.append(one.token_ids[0])
+        masks_.append(one.loss_mask[0])
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packed = Batch(torch.cat(pieces)[None], torch.cat(masks_)[None], ids)
+    own = torch.cat(anchors)[None]
+    out = block_loss(head, target, packed, anchors=own, valid=torch.ones_like(own, dtype=torch.bool), settings=settings)
+    assert out.weight_sum == weight
+    torch.testing.assert_close(out.loss, total / weight, atol=1e-5, rtol=1e-5)
+
+
+def test_sample_of_everything_is_the_whole_vocabulary_and_a_part_estimates_it(target):
+    head, batch = make_head(target, causal=True), make_batch(14, 9)
+    anchors, valid = all_anchors(batch)
+
+    def loss_with(vocabulary, seed=0):
+        settings = StepSettings(CrossEntropy(), vocabulary=vocabulary)
+        generator = torch.Generator().manual_seed(seed)
+        return block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings, generator=generator).loss.item()
+
+    whole = loss_with(None)
+    assert loss_with(SampledVocabulary(torch.arange(5), VOCAB, num_random=VOCAB)) == pytest.approx(whole, rel=1e-5)
+    few = SampledVocabulary(torch.arange(5), VOCAB, num_random=8)
+    mean = sum(loss_with(few, seed) for seed in range(40)) / 40
+    assert mean == pytest.approx(whole, rel=0.05)
+    assert len({loss_with(few, seed) for seed in range(5)}) > 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from jetflow import masks
 from jetflow.heads.block_draft_head import BlockDraftHead
@@ -26,15 +27,26 @@ class ParallelDrafter:
         target: the frozen model; its embedding and output embedding are used.
         expander: how the tree is built from the per-depth laws; the exact best-first tree when absent.
         width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact.
+        vocabulary: int64 [R], the only tokens that are drafted, such as the most frequent ones, each once. The output
+            embedding then costs R / V as much, and the text stays the same; all tokens when absent.
 
     Raises:
-        ValueError: head and target differ in vocabulary, width, layers, dtype or device, or `width` is below 1.
+        ValueError: head and target differ in vocabulary, width, layers, dtype or device, `width` is below 1, or
+            `vocabulary` is not made of different tokens of the target.
 
     Example:
         >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
     """
 
-    def __init__(self, head: BlockDraftHead, target: Target, expander: TreeExpander | None = None, *, width: int | None = None):
+    def __init__(
+        self,
+        head: BlockDraftHead,
+        target: Target,
+        expander: TreeExpander | None = None,
+        *,
+        width: int | None = None,
+        vocabulary: Tensor | None = None,
+    ):
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         _check_match(head, target)
@@ -43,6 +55,8 @@ class ParallelDrafter:
         self._target = target
         self._expander = expander or BestFirst()
         self._width = width
+        self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
+        self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
         self._cache: HeadCache | None = None
         size = head.config.block_size
         rule = masks.in_block(causal=head.config.causal, block_size=size, context_len=0)
@@ -60,7 +74,10 @@ class ParallelDrafter:
 
     @torch.no_grad()
     def draft_logits(self, root_tokens: Tensor, depth: int) -> Tensor:
-        """Returns the head's logits float [B, depth, V] for the `depth` positions after `root_tokens` int64 [B]."""
+        """Returns the head's logits for the `depth` positions after `root_tokens` int64 [B].
+
+        They are float [B, depth, V], or [B, depth, R] over the tokens of `vocabulary` where there is one.
+        """
         assert self._cache is not None, "reset comes before draft_logits"
         config = self._head.config
         # In a causal block no position depends on later ones, so those need not be computed.
@@ -69,7 +86,8 @@ class ParallelDrafter:
         block[:, 0] = root_tokens
         mask = self._in_block_mask[:size, :size]
         hidden = self._head.draft(self._target.embed(block), self._cache, mask)
-        return self._target.lm_head(hidden[:, 1 : depth + 1])
+        drafted = hidden[:, 1 : depth + 1]
+        return self._target.lm_head(drafted) if self._output_rows is None else linear(drafted, *self._output_rows)
 
     def propose(self, context: DraftContext, budget: int) -> TokenTree:
         """Returns trees of at most `budget` nodes and at most `block_size - 1` levels."""
@@ -78,8 +96,17 @@ class ParallelDrafter:
             return TokenTree.root_only(context.root_tokens)
         logits = self.draft_logits(context.root_tokens, depth)
         context.mark("build")
-        source = MarginalSource.from_logits(logits, self._width or budget - 1)
+        source = MarginalSource.from_logits(logits, self._width or budget - 1, token_ids=self._vocabulary)
         return self._expander(context.root_tokens, source, budget)
+
+
+def _checked_vocabulary(vocabulary: Tensor, target: Target) -> Tensor:
+    tokens = vocabulary.to(target.device).sort().values
+    if vocabulary.dim() != 1 or vocabulary.dtype != torch.int64 or not len(tokens) or bool((tokens[1:] == tokens[:-1]).any()):
+        raise ValueError(f"vocabulary must be int64 [R], each token once, got {vocabulary.dtype} {list(vocabulary.shape)}")
+    if not 0 <= int(tokens[0]) <= int(tokens[-1]) < target.vocab_size:
+        raise ValueError(f"vocabulary must be in [0, {target.vocab_size}), got {int(tokens[0])} to {int(tokens[-1])}")
+    return tokens
 
 
 def _check_match(head: BlockDraftHead, target: Target) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
@@ -111,6 +112,8 @@ class BlockDraftHead(nn.Module):
     def __init__(self, config: DraftHeadConfig):
         super().__init__()
         self.config = config
+        # Set by training: recompute each layer in the backward pass instead of keeping its activations.
+        self.activation_checkpointing = False
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
@@ -185,7 +188,10 @@ class BlockDraftHead(nn.Module):
         rotation = self._rotary(block_positions, block_embeds.dtype)
         states = block_embeds
         for layer, keys_values in zip(self.layers, context, strict=True):
-            states = layer(states, keys_values, rotation, mask)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                states = checkpoint(layer, states, keys_values, rotation, mask, use_reentrant=False)
+            else:
+                states = layer(states, keys_values, rotation, mask)
         return self.norm(states)
 
     def _project_context(self, features: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:

@@ -6,7 +6,8 @@ Layout of packed anchors (training): keys are `[context S | block 0 | ... | bloc
 T positions each.
     1. A query of block a sees context positions strictly before its anchor.
     2. It sees its own block by the in-block rule: causal (JetFlow, positions up to its own) or all of it (DFlash).
-    3. It sees nothing else; in particular no other block.
+    3. Where a row holds several documents, it sees context of its anchor's document only.
+    4. It sees nothing else; in particular no other block.
 
 Layout of a tree (verification): row b's keys are `[its prefix_lens[b] committed tokens | its N nodes]`, queries are the
 N nodes.
@@ -108,7 +109,20 @@ def in_block(*, causal: bool, block_size: int, context_len: int) -> MaskMod:
     return rule
 
 
-def anchor_blocks(anchors: Tensor, block_size: int, context_len: int, causal: bool) -> MaskMod:
+def anchor_document(anchors: Tensor, block_size: int, document_ids: Tensor) -> MaskMod:
+    """Queries of block a see context positions of the document that holds `anchors[b, a]`; ids are int64 [B, S]."""
+    _check_at_least_one("block_size", block_size)
+    own, last = document_ids.gather(1, anchors), document_ids.shape[1] - 1
+
+    def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return own[b, q_idx // block_size] == document_ids[b, kv_idx.clamp(max=last)]
+
+    return rule
+
+
+def anchor_blocks(
+    anchors: Tensor, block_size: int, context_len: int, *, causal: bool, document_ids: Tensor | None = None
+) -> MaskMod:
     """The packed training mask: context before the anchor, or the query's own block.
 
     Args:
@@ -116,11 +130,12 @@ def anchor_blocks(anchors: Tensor, block_size: int, context_len: int, causal: bo
         block_size: positions T of a block, anchor included.
         context_len: context positions S, which come first among the keys.
         causal: in-block rule; see `in_block`.
+        document_ids: int64 [B, S], for rows that hold several documents; a block sees that of its anchor only.
     """
-    return or_masks(
-        context_before_anchor(anchors, block_size, context_len),
-        in_block(causal=causal, block_size=block_size, context_len=context_len),
-    )
+    context = context_before_anchor(anchors, block_size, context_len)
+    if document_ids is not None:
+        context = and_masks(context, anchor_document(anchors, block_size, document_ids))
+    return or_masks(context, in_block(causal=causal, block_size=block_size, context_len=context_len))
 
 
 def tree_causal(tree: TokenTree, prefix_lens: Tensor, *, window: int | None = None) -> MaskMod:

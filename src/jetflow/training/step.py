@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from jetflow import masks
 from jetflow.losses import exponential_position_weights, weighted_mean
 from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
+from jetflow.training.chunked import chunked_sum
+from jetflow.training.vocabulary import SampledVocabulary, VocabularySample
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -29,15 +30,30 @@ MaskForm = Callable[..., "Tensor | BlockMask"]
 
 
 class Batch(NamedTuple):
-    """Token sequences to train on, one document per row, padded at the end.
+    """Token sequences to train on, padded at the end.
 
     Attributes:
         token_ids: int64 [B, S]; padding may hold any id of the vocabulary.
-        loss_mask: bool [B, S]; True where the token is part of an answer, so that the head learns to predict it.
+        loss_mask: bool [B, S]; True where the token is part of an answer, so that the head learns to predict it. The first
+            token of a document counts as False.
+        document_ids: int64 [B, S], equal within a document, for rows that hold several; None for one document per row.
     """
 
     token_ids: Tensor
     loss_mask: Tensor
+    document_ids: Tensor | None = None
+
+
+class TeacherStates(NamedTuple):
+    """What the frozen target knows about a batch.
+
+    Attributes:
+        features: float [B, S, k * H], tapped states.
+        final: float [B, S, H], final-normed hidden states, whose `lm_head` gives the target's logits.
+    """
+
+    features: Tensor
+    final: Tensor
 
 
 class StepOutput(NamedTuple):
@@ -67,6 +83,25 @@ class StepOutput(NamedTuple):
     num_anchors: Tensor
 
 
+class StepSettings(NamedTuple):
+    """How a step compares draft and target.
+
+    Attributes:
+        loss: compares the laws in each slot, such as `ForwardKL()`. One whose attribute `uses_target` is False, such as
+            `CrossEntropy()`, spares the target's output embedding.
+        decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
+        mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
+        chunk_size: slots whose logits exist at a time.
+        vocabulary: compares over a sample of the vocabulary; over all of it when absent.
+    """
+
+    loss: Loss
+    decay_rate: float = 0.0
+    mask_form: MaskForm = masks.dense
+    chunk_size: int = 1024
+    vocabulary: SampledVocabulary | None = None
+
+
 def draft_loss(
     head: BlockDraftHead,
     target: Target,
@@ -88,9 +123,9 @@ def draft_loss(
         batch: sequences and their loss masks.
         loss: compares draft and target laws in each slot, such as `ForwardKL()`.
         num_anchors: A, anchors drawn per sequence (all possible ones where a sequence has fewer).
-        decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
+        decay_rate: see `StepSettings`.
         generator: source of the anchors' randomness.
-        mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
+        mask_form: see `StepSettings`.
 
     Returns:
         The loss and its metrics.
@@ -103,7 +138,8 @@ def draft_loss(
         >>> out.loss.backward()  # doctest: +SKIP
     """
     anchors, valid = sample_anchors(batch.loss_mask, num_anchors, generator)
-    return block_loss(head, target, batch, anchors=anchors, valid=valid, loss=loss, decay_rate=decay_rate, mask_form=mask_form)
+    settings = StepSettings(loss, decay_rate, mask_form)
+    return block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings)
 
 
 def block_loss(
@@ -113,9 +149,9 @@ def block_loss(
     *,
     anchors: Tensor,
     valid: Tensor,
-    loss: Loss,
-    decay_rate: float = 0.0,
-    mask_form: MaskForm = masks.dense,
+    settings: StepSettings,
+    states: TeacherStates | None = None,
+    generator: torch.Generator | None = None,
 ) -> StepOutput:
     """Computes the loss of the blocks at given anchors; `draft_loss` with the choice of anchors left to the caller.
 
@@ -123,14 +159,14 @@ def block_loss(
     beyond the supervised span that follows the anchor do not count.
 
     Args:
-        head: the head to train.
+        head: the head to train, or a wrapper of it that has its `config`.
         target: the frozen model it drafts for.
         batch: sequences and their loss masks.
         anchors: int64 [B, A], positions in [0, S).
         valid: bool [B, A]; other anchors do not count.
-        loss: compares draft and target laws in each slot.
-        decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
-        mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
+        settings: loss, weights and how they are computed.
+        states: the target's states for this batch; computed when absent.
+        generator: draws the sample of the vocabulary; on the CPU.
 
     Returns:
         The loss and its metrics.
@@ -143,55 +179,85 @@ def block_loss(
             f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
         )
     block_size = head.config.block_size
-    slot_weights = exponential_position_weights(block_size, decay_rate).to(anchors.device)
+    slot_weights = exponential_position_weights(block_size, settings.decay_rate).to(anchors.device)
     slots = supervised_slots(batch.loss_mask, anchors, valid=valid, block_size=block_size)
     rows, blocks, depths = slots.nonzero(as_tuple=True)
     label_positions = anchors[rows, blocks] + depths + 1
     labels = batch.token_ids[rows, label_positions]
+    if states is None:
+        states = TeacherStates(*target.features(batch.token_ids, head.config.taps, batch.document_ids))
 
-    features, target_logits = target.features(batch.token_ids, head.config.taps)
-    block_embeds, positions, mask = _packed_blocks(head.config, target, batch.token_ids, anchors, mask_form)
-    dtype = head.fc.weight.dtype
-    hidden = head(block_embeds.to(dtype), features.to(dtype), positions, mask).unflatten(1, (-1, block_size))
-    draft_logits = _frozen_lm_head(target, hidden[rows, blocks, depths + 1])
-    values = loss(draft_logits, target_logits[rows, label_positions - 1], labels)
+    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, settings.mask_form)
+    dtype = next(head.parameters()).dtype
+    hidden = head(block_embeds.to(dtype), states.features.to(dtype), positions, mask).unflatten(1, (-1, block_size))
+    sample = settings.vocabulary.sample(labels, generator) if settings.vocabulary else None
+    lm_head = _FrozenLMHead(target, sample)
+    picked = sample.index_of(labels) if sample else labels
     weights = slot_weights[depths]
+    uses_target = getattr(settings.loss, "uses_target", True)
 
-    with torch.no_grad():
-        hits = (draft_logits.argmax(-1) == labels).float()
-        label_probs = draft_logits.float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).exp()
-        num_slots_by_depth = slots.sum(dim=(0, 1))
-        hits_by_depth = torch.zeros(block_size - 1, device=hits.device).index_add(0, depths, hits)
-        path_probs = slots.float().index_put((rows, blocks, depths), label_probs).cumprod(-1)
-        lengths = 1 + path_probs.sum(-1)
+    def loss_of_chunk(part: Tensor, places: slice) -> tuple[Tensor, Tensor]:
+        draft_logits = lm_head(part)
+        target_logits = None
+        if uses_target:
+            with torch.no_grad():
+                target_logits = lm_head(states.final[rows[places], label_positions[places] - 1])
+        values = settings.loss(draft_logits, target_logits, picked[places])
+        with torch.no_grad():
+            hits = draft_logits.argmax(-1) == picked[places]
+            label_logits = draft_logits.gather(-1, picked[places, None])[:, 0].float()
+            probs = (label_logits - draft_logits.float().logsumexp(-1)).exp()
+        return (values * weights[places]).sum(), torch.stack([hits.float(), probs], dim=-1)
+
+    total, statistics = chunked_sum(hidden[rows, blocks, depths + 1], loss_of_chunk, settings.chunk_size)
+    weight_sum = weights.sum()
     return StepOutput(
-        loss=weighted_mean(values, weights),
-        weight_sum=weights.sum(),
-        accuracy_by_depth=hits_by_depth / num_slots_by_depth.clamp(min=1),
-        num_slots_by_depth=num_slots_by_depth,
-        expected_acceptance_length=weighted_mean(lengths, valid.float()),
+        loss=total / torch.where(weight_sum > 0, weight_sum, 1.0),
+        weight_sum=weight_sum,
         num_anchors=valid.sum(),
+        **_metrics(statistics, slots, valid),
     )
 
 
+def _metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """Accuracy by depth and expected acceptance length, from hit and label probability of each supervised slot [M, 2]."""
+    rows, blocks, depths = slots.nonzero(as_tuple=True)
+    num_slots_by_depth = slots.sum(dim=(0, 1))
+    hits = torch.zeros(slots.shape[2], device=statistics.device).index_add(0, depths, statistics[:, 0])
+    path_probs = slots.float().index_put((rows, blocks, depths), statistics[:, 1]).cumprod(-1)
+    return {
+        "accuracy_by_depth": hits / num_slots_by_depth.clamp(min=1),
+        "num_slots_by_depth": num_slots_by_depth,
+        "expected_acceptance_length": weighted_mean(1 + path_probs.sum(-1), valid.float()),
+    }
+
+
 def _packed_blocks(
-    config: DraftHeadConfig, target: Target, token_ids: Tensor, anchors: Tensor, mask_form: MaskForm
+    config: DraftHeadConfig, target: Target, batch: Batch, anchors: Tensor, mask_form: MaskForm
 ) -> tuple[Tensor, Tensor, Tensor | BlockMask]:
     """Lays out blocks `[token at anchor, MASK, ...]`: embeddings [B, A * T, H], positions [B, A * T] and the mask."""
-    batch, length = token_ids.shape
+    token_ids = batch.token_ids
+    rows, length = token_ids.shape
     num_anchors, size = anchors.shape[1], config.block_size
-    block_ids = token_ids.new_full((batch, num_anchors, size), config.mask_token_id)
+    block_ids = token_ids.new_full((rows, num_anchors, size), config.mask_token_id)
     block_ids[:, :, 0] = token_ids.gather(1, anchors)
     with torch.no_grad():
         block_embeds = target.embed(block_ids.flatten(1))
     positions = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
-    rule = masks.anchor_blocks(anchors, size, length, config.causal)
+    rule = masks.anchor_blocks(anchors, size, length, causal=config.causal, document_ids=batch.document_ids)
     queries = num_anchors * size
-    return block_embeds, positions, mask_form(rule, batch, 1, queries, length + queries, device=anchors.device)
+    return block_embeds, positions, mask_form(rule, rows, 1, queries, length + queries, device=anchors.device)
 
 
-def _frozen_lm_head(target: Target, hidden: Tensor) -> Tensor:
-    """The target's output embedding as a constant: gradients reach `hidden` [M, H] but no parameter of the target."""
-    module = target.model.get_output_embeddings()
-    constants = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return functional_call(module, constants, (hidden.to(target.dtype),))
+class _FrozenLMHead:
+    """The target's output embedding as a constant: gradients reach the hidden states but no parameter of the target."""
+
+    def __init__(self, target: Target, sample: VocabularySample | None):
+        tokens = slice(None) if sample is None else sample.token_ids
+        self._weight, self._bias = target.output_rows(tokens)
+        if sample is not None:
+            log_weights = sample.log_weights.to(self._weight.dtype)
+            self._bias = log_weights if self._bias is None else self._bias + log_weights
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)

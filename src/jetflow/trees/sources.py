@@ -41,7 +41,9 @@ class MarginalSource:
         self.max_depth = tokens.shape[1]
 
     @classmethod
-    def from_logits(cls, logits: Tensor, width: int, *, temperature: float = 1.0) -> MarginalSource:
+    def from_logits(
+        cls, logits: Tensor, width: int, *, temperature: float = 1.0, token_ids: Tensor | None = None
+    ) -> MarginalSource:
         """Takes the `width` likeliest tokens of each depth, with log-probabilities over the whole vocabulary.
 
         Equal logits go to the lower token id.
@@ -50,6 +52,7 @@ class MarginalSource:
             logits: float [B, D, V], level 1 first.
             width: candidates per depth; capped at V.
             temperature: divides the logits.
+            token_ids: int64 [V], the token that each column stands for, where the logits are over a part of the vocabulary.
 
         Raises:
             ValueError: wrong shape or dtype, `width` below 1, a temperature that is not positive and finite, or, on the
@@ -67,7 +70,7 @@ class MarginalSource:
         log_probs = logits.log_softmax(dim=-1).gather(-1, tokens)
         if log_probs.device.type == "cpu" and not bool(log_probs[..., :1].isfinite().all()):
             raise ValueError("logits must have a law at every depth, got NaN, +inf or nothing but -inf")
-        return cls(tokens, log_probs)
+        return cls(tokens if token_ids is None else token_ids[tokens], log_probs)
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, 1, K] of the children at depth `level`."""

@@ -1,4 +1,4 @@
-"""The `jetflow` command. Only here are parts chosen by name."""
+"""The commands `demo`, `generate` and `inspect`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetflow import __version__
-
 if TYPE_CHECKING:
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.protocols import Drafter, TreeExpander
     from jetflow.targets import Target
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    args = _parser().parse_args(arguments)
-    from transformers.utils import logging
-
-    # Bars for models that load in a moment would stand between the lines of the output.
-    logging.disable_progress_bar()
-    try:
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        # Errors of the hub fill a page.
-        print(f"jetflow: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jetflow", description="Lossless tree speculative decoding.")
-    parser.add_argument("--version", action="version", version=f"jetflow {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
+def add_decode_commands(commands: Any) -> None:
+    """Adds `demo`, `generate` and `inspect` to the command line."""
     demo = commands.add_parser("demo", help="stream a few prompts three ways and compare text and speed")
     demo.add_argument("--models", default="models/tiny", help="folder with target/, head/ and heldout.jsonl")
     demo.add_argument("--prompts", type=int, default=6, help="how many prompts (default 6)")
@@ -59,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_arguments(inspect)
     inspect.add_argument("--round", type=int, default=0, help="which round (default 0)")
     inspect.set_defaults(run=_inspect)
-    return parser
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Losses between the draft's and the target's law at each position, and the weights that average them.
+"""Cross-entropy and the divergences between the draft's and the target's law at each position.
 
 Every loss computes in float32 (float64 logits stay float64), treats the target's logits as constants, and gives 0 with
 a zero gradient where `labels` is -100, whatever the logits are there.
@@ -20,19 +20,21 @@ LOG_PROB_FLOOR = -100.0
 
 
 class CrossEntropy:
-    """Negative log-probability of the label under the draft. The target's logits are not used.
+    """Negative log-probability of the label under the draft. The target's logits are not used and may be None.
 
     Example:
         >>> CrossEntropy()(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([2]))
         tensor([1.3863])
     """
 
-    def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+    uses_target = False
+
+    def __call__(self, draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> Tensor:
         """Compares the draft with the labels.
 
         Args:
             draft_logits: float [..., V].
-            target_logits: float [..., V], not used.
+            target_logits: float [..., V] or None, not used.
             labels: int64 [...], next tokens; -100 where ignored.
 
         Returns:
@@ -67,7 +69,7 @@ class ForwardKL:
     """
 
     def __init__(self, temperature: float = 1.0):
-        self.temperature = _checked_temperature(temperature)
+        self.temperature = checked_temperature(temperature)
 
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
         """Compares the two laws.
@@ -83,7 +85,7 @@ class ForwardKL:
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
-        draft_log_probs, target_log_probs = _both_log_probs(draft_logits, target_logits, labels, self.temperature)
+        draft_log_probs, target_log_probs = both_log_probs(draft_logits, target_logits, labels, self.temperature)
         probs = target_log_probs.exp()
         # `where` and not a product: 0 * (-inf) would be NaN.
         terms = torch.where(probs > 0, probs * (target_log_probs - draft_log_probs), 0.0)
@@ -111,7 +113,7 @@ class ReverseKL:
     """
 
     def __init__(self, temperature: float = 1.0):
-        self.temperature = _checked_temperature(temperature)
+        self.temperature = checked_temperature(temperature)
 
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
         """Compares the two laws.
@@ -127,70 +129,47 @@ class ReverseKL:
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
-        draft_log_probs, target_log_probs = _both_log_probs(draft_logits, target_logits, labels, self.temperature)
+        draft_log_probs, target_log_probs = both_log_probs(draft_logits, target_logits, labels, self.temperature)
         gaps = draft_log_probs.clamp(min=LOG_PROB_FLOOR) - target_log_probs.clamp(min=LOG_PROB_FLOOR)
         return self.temperature**2 * (draft_log_probs.exp() * gaps).sum(-1)
 
 
-def exponential_position_weights(block_size: int, decay_rate: float) -> Tensor:
-    """Weights of the slots of a block: `w_i = exp(-(i - 1) / decay_rate)` for slot i = 1 .. block_size - 1.
+class JensenShannon:
+    """Jensen-Shannon divergence per position: `T^2 * (KL(p || m) + KL(q || m)) / 2` with `m = (p + q) / 2`.
+
+    Symmetric and bounded by `T^2 * log 2`, and finite whatever the logits, -inf included.
 
     Args:
-        block_size: positions in a block, anchor included; at least 2.
-        decay_rate: slots after which the weight has fallen by e; 0 means uniform weights.
-
-    Returns:
-        float32 [block_size - 1], the first weight being 1.
+        temperature: T, above 0.
 
     Raises:
-        ValueError: `block_size` is below 2, or `decay_rate` is negative or not finite.
+        ValueError: `temperature` is not a finite number above 0.
 
     Example:
-        >>> exponential_position_weights(4, 0.0).tolist()
-        [1.0, 1.0, 1.0]
+        >>> JensenShannon()(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]), torch.tensor([1]))
+        tensor([0.6931])
     """
-    if block_size < 2:
-        raise ValueError(f"block_size must be at least 2, got {block_size}")
-    if not 0 <= decay_rate < math.inf:
-        raise ValueError(f"decay_rate must be 0 (uniform) or a finite number above 0, got {decay_rate}")
-    if decay_rate == 0:
-        return torch.ones(block_size - 1)
-    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / decay_rate)
+
+    def __init__(self, temperature: float = 1.0):
+        self.temperature = checked_temperature(temperature)
+
+    def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+        """Compares the two laws; arguments, result and errors as for `ForwardKL`."""
+        draft_log_probs, target_log_probs = both_log_probs(draft_logits, target_logits, labels, self.temperature)
+        floored = [one.clamp(min=LOG_PROB_FLOOR) for one in (draft_log_probs, target_log_probs)]
+        mixture = torch.logaddexp(*floored) - math.log(2.0)
+        terms = sum(log_probs.exp() * (log_probs - mixture) for log_probs in floored)
+        return self.temperature**2 * 0.5 * terms.sum(-1)  # type: ignore[union-attr]
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns `sum(weights * values) / sum(weights)`, or 0 with a zero gradient where all weights are 0.
-
-    Args:
-        values: float [...]; entries of weight 0 may be anything, NaN included.
-        weights: float [...] of the same shape, 0 or above.
-
-    Returns:
-        A scalar of the dtype of `values`.
-
-    Raises:
-        ValueError: the shapes differ.
-
-    Example:
-        >>> weighted_mean(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0])).item()
-        1.5
-    """
-    if values.shape != weights.shape:
-        raise ValueError(f"weights must have the shape of values, {tuple(values.shape)}, got {tuple(weights.shape)}")
-    weights = weights.to(values.dtype)
-    total = weights.sum()
-    weighted = torch.where(weights > 0, values, 0.0) * weights
-    return weighted.sum() / torch.where(total > 0, total, 1.0)
-
-
-def _checked_temperature(temperature: float) -> float:
+def checked_temperature(temperature: float) -> float:
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a finite number above 0, got {temperature}")
     return float(temperature)
 
 
-def _check_inputs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> None:
-    if draft_logits.shape != target_logits.shape:
+def _check_inputs(draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> None:
+    if target_logits is not None and draft_logits.shape != target_logits.shape:
         raise ValueError(
             f"target_logits must have the shape of draft_logits, {tuple(draft_logits.shape)}, got {tuple(target_logits.shape)}"
         )
@@ -199,7 +178,7 @@ def _check_inputs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -
             f"labels must have the shape of draft_logits without V, {tuple(draft_logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
     for name, logits in (("draft_logits", draft_logits), ("target_logits", target_logits)):
-        if not logits.is_floating_point():
+        if logits is not None and not logits.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {logits.dtype}")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
@@ -211,7 +190,7 @@ def _prepare(logits: Tensor, ignored: Tensor) -> Tensor:
     return logits.masked_fill(ignored.unsqueeze(-1), 0.0)
 
 
-def _both_log_probs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def both_log_probs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Checks the inputs and returns the log-probabilities of draft and target; equal ones at ignored positions."""
     _check_inputs(draft_logits, target_logits, labels)
     ignored = labels == IGNORED_LABEL

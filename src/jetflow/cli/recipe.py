@@ -1,0 +1,150 @@
+"""The recipe of `jetflow train`: a TOML file, checked key by key, and the parts that its names stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from jetflow.training.settings import TrainSettings
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    # Before Python 3.11.
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class TargetSection:
+    """`[target]`: the model that the head is for."""
+
+    name: str
+    dtype: str = "bfloat16"
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """`[data]`: answers (or conversations) to train on, and how rows are made of them."""
+
+    train: list[str]
+    max_length: int = 2048
+    rows_per_step: int = 16
+    pack: bool = False
+    features: str | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeadSection:
+    """`[head]`: sizes of the head. With `start_from`, what is left out is as in the head that training starts from."""
+
+    block_size: int | None = None
+    num_layers: int | None = None
+    taps: list[int] | None = None
+    mask_token: str | None = None
+    mask_token_id: int | None = None
+    causal: bool | None = None
+    start_from: str | None = None
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """`[loss]`: what is compared, in how many places, over which vocabulary."""
+
+    name: str = "forward-kl"
+    temperature: float = 1.0
+    decay_rate: float = 0.0
+    num_anchors: int = 512
+    chunk_size: int = 1024
+    num_frequent: int | None = None
+    num_random: int = 1024
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """`[evaluation]`: held-out prompts that are really decoded."""
+
+    prompts: list[str] = field(default_factory=list)
+    per_file: int = 4
+    budgets: list[int] = field(default_factory=lambda: [16, 64])
+    max_new_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All sections of a recipe."""
+
+    target: TargetSection
+    data: DataSection
+    train: TrainSettings
+    head: HeadSection = field(default_factory=HeadSection)
+    loss: LossSection = field(default_factory=LossSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    optimizer: str = "adamw"
+    weight_decay: float = 0.0
+    tensorboard: bool = False
+
+
+SECTIONS = {
+    "target": TargetSection,
+    "data": DataSection,
+    "head": HeadSection,
+    "loss": LossSection,
+    "train": TrainSettings,
+    "evaluation": EvaluationSection,
+}
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Reads a recipe.
+
+    Raises:
+        ValueError: the file is no TOML, or a section or key is unknown, missing or of the wrong type.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: is not TOML ({error})") from error
+    plain = {key: value for key, value in raw.items() if not isinstance(value, Mapping)}
+    sections = {key: value for key, value in raw.items() if isinstance(value, Mapping)}
+    unknown = sorted(set(sections) - set(SECTIONS))
+    if unknown:
+        raise ValueError(f"{path}: [{unknown[0]}] is no section; known are {', '.join(SECTIONS)}")
+    built = {name: _section(SECTIONS[name], value, f"{path}: [{name}]") for name, value in sections.items()}
+    recipe = _section(Recipe, {**plain, **built}, str(path))
+    if recipe.loss.num_frequent is not None and recipe.loss.num_frequent < 1:
+        raise ValueError(f"{path}: [loss] num_frequent must be at least 1, got {recipe.loss.num_frequent}")
+    return recipe
+
+
+def write_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Returns a recipe as plain values, for the model card."""
+    return asdict(recipe)
+
+
+def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = {one.name: one for one in fields(kind)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"{where} has the key {unknown[0]!r}, which is unknown; known are {', '.join(known)}")
+    for name, value in values.items():
+        expected = str(known[name].type)
+        if not _fits(value, expected):
+            raise ValueError(f"{where} {name} must be {expected}, got {value!r}")
+    try:
+        return kind(**{name: float(v) if str(known[name].type).startswith("float") else v for name, v in values.items()})
+    except TypeError as error:
+        raise ValueError(f"{where}: {str(error).split('__init__() ')[-1]}") from error
+
+
+def _fits(value: Any, expected: str) -> bool:
+    """Whether a TOML value fits a field's type, as it is written in this file."""
+    if expected.startswith(("list", "dict")):
+        return isinstance(value, list if expected.startswith("list") else dict)
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+    allowed = kinds.get(expected.split(" ")[0])
+    return allowed is None or (isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool)))

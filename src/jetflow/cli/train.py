@@ -1,0 +1,288 @@
+"""The commands `train` and `features`: a recipe becomes parts, and the parts a head."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from jetflow.cli.recipe import HeadSection, LossSection, Recipe
+    from jetflow.heads.block_draft_head import BlockDraftHead
+    from jetflow.targets import Target
+    from jetflow.training.data import Example
+    from jetflow.training.rows import TrainingRows
+    from jetflow.training.step import StepSettings
+    from jetflow.training.trainer import Trainer
+
+# The published head.
+DEFAULT_LAYERS, DEFAULT_BLOCK = 5, 16
+
+
+def add_train_commands(commands: Any) -> None:
+    """Adds `train` and `features` to the command line."""
+    train = commands.add_parser("train", help="train a draft head by a recipe (TOML)")
+    train.add_argument("recipe", help="TOML file; see docs/training.md")
+    train.add_argument("--out", required=True, help="the run's folder; a run that was stopped there goes on")
+    train.set_defaults(run=_train)
+
+    features = commands.add_parser("features", help="write the target's states to disk, for a recipe that trains from them")
+    features.add_argument("recipe", help="TOML file; its [data] features says where they go")
+    features.set_defaults(run=_features)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from accelerate import Accelerator
+
+    from jetflow.cli.recipe import read_recipe
+    from jetflow.training.features import FeatureStore
+    from jetflow.training.progress import TrainingLog
+
+    recipe, out = read_recipe(Path(args.recipe)), Path(args.out)
+    accelerator = Accelerator()
+    target = _target(recipe, accelerator)
+    examples = _examples(recipe, target)
+    rows = _rows(recipe, target, examples)
+    trainer = _trainer(recipe, target, rows, out, accelerator)
+    if recipe.data.features is not None:
+        trainer.states = FeatureStore(
+            Path(recipe.data.features), target, examples, taps=trainer.head_config.taps, max_length=_max_length(recipe, target)
+        )
+    resumed = trainer.resume()
+    if accelerator.is_main_process:
+        left_out = f", {rows.num_left_out} left out without a token to predict" if rows.num_left_out else ""
+        cut = f", {rows.num_cut} cut to {recipe.data.max_length} tokens" if rows.num_cut else ""
+        print(f"{rows.num_tokens} tokens per epoch{left_out}{cut}", file=sys.stderr)
+        if resumed:
+            print(f"going on after step {trainer.step} of {recipe.train.steps}", file=sys.stderr)
+    log = TrainingLog(out, num_steps=recipe.train.steps, first_step=trainer.step, tensorboard=recipe.tensorboard)
+    with log:
+        _attach(recipe, trainer, target, log, accelerator)
+        trainer.run()
+    if trainer.stopped:
+        if accelerator.is_main_process:
+            print(f"stopped after step {trainer.step}; the same command goes on from there", file=sys.stderr)
+        return 0
+    _publish(recipe, trainer, target, out, accelerator)
+    return 0
+
+
+def _target(recipe: Recipe, accelerator: Accelerator) -> Target:
+    import torch
+
+    from jetflow.targets import Target
+
+    dtype = getattr(torch, recipe.target.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"[target] dtype must name a torch dtype such as bfloat16, got {recipe.target.dtype!r}")
+    target = Target.from_pretrained(recipe.target.name, dtype=dtype, device=recipe.target.device or accelerator.device)
+    # Frozen in earnest: a target whose weights ask for gradients would keep the activations of its pass.
+    target.model.requires_grad_(False)
+    return target
+
+
+def _examples(recipe: Recipe, target: Target) -> list[Example]:
+    from jetflow.training.data import read_examples
+
+    data = recipe.data
+    examples = [
+        one for source in data.train for one in read_examples(source, target.tokenizer, template_args=data.template_args)
+    ]
+    if not examples:
+        raise ValueError(f"[data] train: {', '.join(data.train)} hold no examples")
+    for one in examples:
+        if max(one.token_ids, default=0) >= target.vocab_size:
+            raise ValueError(f"example {one.id!r} has token {max(one.token_ids)}, outside the target's {target.vocab_size}")
+    return examples
+
+
+def _max_length(recipe: Recipe, target: Target) -> int:
+    return min(recipe.data.max_length, target.max_positions)
+
+
+def _rows(recipe: Recipe, target: Target, examples: list[Example]) -> TrainingRows:
+    from jetflow.training.rows import TrainingRows
+
+    return TrainingRows(
+        examples, max_length=_max_length(recipe, target), rows_per_step=recipe.data.rows_per_step,
+        num_anchors=recipe.loss.num_anchors, pack=recipe.data.pack, seed=recipe.train.seed,
+    )  # fmt: skip
+
+
+def _features(args: argparse.Namespace) -> int:
+    from accelerate import Accelerator
+
+    from jetflow.cli.recipe import read_recipe
+    from jetflow.training.features import estimate_bytes, write_features
+
+    recipe = read_recipe(Path(args.recipe))
+    if recipe.data.features is None:
+        raise ValueError(f"{args.recipe}: [data] features must say where the states go")
+    target = _target(recipe, Accelerator())
+    examples, max_length = _examples(recipe, target), _max_length(recipe, target)
+    taps = _head(recipe, target).config.taps
+    size = estimate_bytes(examples, len(taps), target.hidden_size, max_length)
+    print(f"{len(examples)} examples, {size / 1e9:.2f} GB in {recipe.data.features}", file=sys.stderr)
+    written = write_features(
+        target, examples, Path(recipe.data.features), taps=taps, max_length=max_length,
+        on_shard=lambda done, total: print(f"shard {done} of {total}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    print(f"{written} shards written", file=sys.stderr)
+    return 0
+
+
+def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, accelerator: Accelerator) -> Trainer:
+    from jetflow.training.optimizers import adamw, muon
+    from jetflow.training.trainer import Trainer
+
+    known = {"adamw": adamw, "muon": muon}
+    if recipe.optimizer not in known:
+        raise ValueError(f"optimizer must be one of {', '.join(known)}, got {recipe.optimizer!r}")
+    return Trainer(
+        _head(recipe, target), target, rows, folder=out, settings=recipe.train,
+        step_settings=_step_settings(recipe.loss, target, rows),
+        make_optimizers=partial(known[recipe.optimizer], weight_decay=recipe.weight_decay),
+        accelerator=accelerator,
+    )  # fmt: skip
+
+
+def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
+    import torch
+
+    from jetflow.heads.block_draft_head import BlockDraftHead
+    from jetflow.heads.checkpoint import load_head
+    from jetflow.heads.config import DraftHeadConfig
+    from jetflow.training.warm_start import warm_start
+
+    section = recipe.head
+    torch.manual_seed(recipe.train.seed)
+    if section.start_from is not None:
+        named = section.mask_token is not None or section.mask_token_id is not None
+        mask_token_id = _mask_token_id(section, target.tokenizer) if named else None
+        return warm_start(
+            load_head(section.start_from, dtype=torch.float32), target, block_size=section.block_size,
+            num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
+        )  # fmt: skip
+    config = DraftHeadConfig.for_target(
+        target.config,
+        num_layers=DEFAULT_LAYERS if section.num_layers is None else section.num_layers,
+        block_size=DEFAULT_BLOCK if section.block_size is None else section.block_size,
+        mask_token_id=_mask_token_id(section, target.tokenizer),
+        taps=section.taps,
+        causal=section.causal is not False,
+    )
+    return BlockDraftHead(config)
+
+
+def _mask_token_id(section: HeadSection, tokenizer: Any) -> int:
+    token = section.mask_token
+    if section.mask_token_id is not None:
+        if token is not None:
+            raise ValueError(f"[head] mask_token={token!r} and mask_token_id={section.mask_token_id} exclude each other")
+        return section.mask_token_id
+    if token is None:
+        if getattr(tokenizer, "mask_token_id", None) is None:
+            spare = ", ".join(repr(one) for one in getattr(tokenizer, "all_special_tokens", []))
+            raise ValueError(f"[head] mask_token must name a token that texts never hold; special tokens here are {spare}")
+        return tokenizer.mask_token_id
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
+        raise ValueError(f"[head] mask_token {token!r} is no token of the target's tokenizer")
+    return token_id
+
+
+def _step_settings(section: LossSection, target: Target, rows: TrainingRows) -> StepSettings:
+    from jetflow import losses, masks
+    from jetflow.training.step import StepSettings
+    from jetflow.training.vocabulary import SampledVocabulary
+
+    known: dict[str, Any] = {
+        "forward-kl": losses.ForwardKL,
+        "reverse-kl": losses.ReverseKL,
+        "jensen-shannon": losses.JensenShannon,
+        "total-variation": losses.TotalVariation,
+        "log-acceptance": losses.LogAcceptance,
+    }
+    if section.name == "cross-entropy":
+        if section.temperature != 1.0:
+            raise ValueError(f"[loss] temperature={section.temperature}: cross-entropy has none")
+        loss: Any = losses.CrossEntropy()
+    elif section.name in known:
+        loss = known[section.name](section.temperature)
+    else:
+        raise ValueError(f"[loss] name must be one of cross-entropy, {', '.join(known)}, got {section.name!r}")
+    vocabulary = None
+    if section.num_frequent is not None:
+        counts = rows.token_counts(target.vocab_size)
+        frequent = counts.argsort(descending=True, stable=True)[: section.num_frequent]
+        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
+    form = masks.block_mask if target.device.type == "cuda" else masks.dense
+    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary)
+
+
+def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: Any, accelerator: Accelerator) -> None:
+    """Connects the trainer's events with the log and with real decodes of held-out prompts."""
+    from jetflow.training.evaluation import measure_tau
+
+    if not accelerator.is_main_process:
+        return
+    trainer.on_step = log.on_step
+    prompts = _heldout(recipe, target)
+
+    def evaluate(step: int, head: BlockDraftHead) -> None:
+        begin = time.perf_counter()
+        section = recipe.evaluation
+        reports = measure_tau(head, target, prompts, budgets=section.budgets, max_new_tokens=section.max_new_tokens)
+        log.on_evaluation(step, reports, time.perf_counter() - begin)
+
+    if prompts:
+        trainer.on_evaluation = evaluate
+
+
+def _heldout(recipe: Recipe, target: Target) -> list[list[int]]:
+    from jetflow.training.data import prompt_ids, read_conversations
+
+    prompts = []
+    for source in recipe.evaluation.prompts:
+        for index, one in enumerate(read_conversations(source)):
+            if index == recipe.evaluation.per_file:
+                break
+            roles = [message["role"] for message in one.messages]
+            prompts.append(prompt_ids(target.tokenizer, one.messages[: roles.index("user") + 1], recipe.data.template_args))
+    return prompts
+
+
+def _publish(recipe: Recipe, trainer: Trainer, target: Target, out: Path, accelerator: Accelerator) -> None:
+    from jetflow.cli.recipe import write_recipe
+    from jetflow.training.evaluation import TauReport
+    from jetflow.training.progress import read_metrics
+    from jetflow.training.publish import RunFacts, file_sha256, write_card
+    from jetflow.training.regenerate import target_fingerprint
+
+    trainer.save_head(out / "head")
+    if not accelerator.is_main_process:
+        return
+    metrics = read_metrics(out)
+    steps = [one for one in metrics if "loss" in one]
+    evaluations = [one for one in metrics if "tau" in one]
+    last = evaluations[-1]["tau"] if evaluations else {}
+    facts = RunFacts(
+        target=Path(recipe.target.name).name,
+        fingerprint=target_fingerprint(target),
+        data={Path(name).name: file_sha256(Path(name)) for name in recipe.data.train if Path(name).is_file()},
+        recipe=write_recipe(recipe),
+        command="jetflow train RECIPE.toml --out DIR",
+        head=trainer.head_config,
+        num_parameters=sum(weight.numel() for weight in trainer.finished_head().parameters()),
+        num_steps=trainer.step,
+        num_tokens=steps[-1]["tokens_seen"],
+        seconds=sum(one["seconds"] for one in steps),
+        taus=[TauReport(int(budget), tau, 0, 0) for budget, tau in last.items()],
+    )
+    write_card(out / "head", facts, metrics)
+    print(f"the head is in {out / 'head'}", file=sys.stderr)

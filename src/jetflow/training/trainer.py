@@ -1,0 +1,285 @@
+"""Trainer: the loop around `block_loss`. One code for one CPU and for many GPUs.
+
+Everything random is a function of seed and step, and everything else is in the checkpoint, so that a run that was killed
+and goes on ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.checkpoint import save_head
+from jetflow.targets import Target
+from jetflow.training.checkpoints import last_checkpoint, load_checkpoint, save_checkpoint
+from jetflow.training.optimizers import adamw
+from jetflow.training.rows import AnchoredBatch, TrainingRows
+from jetflow.training.settings import StepReport, TrainSettings
+from jetflow.training.step import StepOutput, StepSettings, TeacherStates, block_loss
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+# Turns a batch into the target's states, from a cache on disk instead of a pass of the target.
+StateSource = Callable[[AnchoredBatch], TeacherStates]
+
+
+class NonFiniteLoss(ValueError):
+    """The loss was NaN or infinite; the batch behind it lies in the file that the message names."""
+
+
+class Trainer:
+    """Trains a draft head for a frozen target.
+
+    Args:
+        head: the head, with float32 weights.
+        target: the frozen model; a replica on each device.
+        rows: what to train on.
+        folder: where checkpoints, logs and the finished head go.
+        settings: how long and how fast.
+        step_settings: the loss and how it is computed.
+        make_optimizers: builds the optimizers over the head's parameters; AdamW with betas (0.9, 0.95) when absent.
+        states: the target's states of a batch, from a cache; computed by the target when absent.
+        on_evaluation: called every so many steps with the step and the head (averaged weights where there are some), on the
+            first process.
+        on_step: called with each step's report on the first process.
+        accelerator: device and processes; a new one when absent.
+
+    Attributes:
+        step: optimizer steps done.
+        stopped: whether the run was asked to stop and did so before its end.
+
+    Raises:
+        ValueError: the head's weights are not float32.
+    """
+
+    def __init__(
+        self,
+        head: BlockDraftHead,
+        target: Target,
+        rows: TrainingRows,
+        *,
+        folder: Path,
+        settings: TrainSettings,
+        step_settings: StepSettings,
+        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
+        states: StateSource | None = None,
+        on_evaluation: Callable[[int, BlockDraftHead], Any] | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+        accelerator: Accelerator | None = None,
+    ):
+        if any(weight.dtype != torch.float32 for weight in head.parameters()):
+            raise ValueError(f"head must hold float32 weights, which bfloat16 autocast updates, got {head.fc.weight.dtype}")
+        self.accelerator = accelerator or Accelerator()
+        self.target, self.rows, self.folder = target, rows, folder
+        self.settings, self.step_settings = settings, step_settings
+        self.states, self.on_evaluation, self.on_step = states, on_evaluation, on_step
+        head.train()
+        head.activation_checkpointing = settings.activation_checkpointing
+        self.head = self.accelerator.prepare_model(head)
+        if self.head is not head:
+            # A wrapper hands calls on, but no attributes.
+            self.head.config = head.config
+        make = make_optimizers or adamw
+        self.optimizers = make(self.head, settings.learning_rate)
+        self.step = 0
+        self._average = None if settings.ema_decay is None else {k: v.clone() for k, v in self._weights().items()}
+        self._asked_to_stop = threading.Event()
+        self.stopped = False
+
+    def resume(self) -> bool:
+        """Goes on from the newest whole checkpoint in the folder; returns whether there was one."""
+        path = last_checkpoint(self.folder / "checkpoints")
+        if path is None:
+            return False
+        state = load_checkpoint(path)
+        set_model_state_dict(self.head, state["head"], options=LOAD)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            set_optimizer_state_dict(self.head, optimizer, saved, options=LOAD)
+        self.step, self._average = state["step"], state["average"]
+        torch.set_rng_state(state["rng"])
+        return True
+
+    def run(self) -> None:
+        """Trains to the end, or until SIGTERM; saves checkpoints on the way and at the end.
+
+        Raises:
+            NonFiniteLoss: the loss is NaN or infinite.
+            OSError: a checkpoint cannot be written.
+        """
+        with self._listen():
+            while self.step < self.settings.steps and not self.stopped:
+                report = self._one_step()
+                due = self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps
+                if self.accelerator.is_main_process and self.on_step:
+                    self.on_step(report)
+                if due or self.stopped:
+                    self.save()
+                if self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps:
+                    self.evaluate()
+
+    def stop(self) -> None:
+        """Asks the run to end after the next step, with a checkpoint."""
+        self._asked_to_stop.set()
+
+    def save(self) -> None:
+        """Writes a checkpoint."""
+        weights = self._weights()
+        optimizers = [get_optimizer_state_dict(self.head, one, options=FULL) for one in self.optimizers]
+        if self.accelerator.is_main_process:
+            state = {"step": self.step, "head": weights, "optimizers": optimizers, "average": self._average}
+            state["rng"] = torch.get_rng_state()
+            save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.settings.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def evaluate(self) -> None:
+        """Hands the head to `on_evaluation`, on the first process, in evaluation mode."""
+        head = self.finished_head()
+        if self.on_evaluation and self.accelerator.is_main_process:
+            self.on_evaluation(self.step, head)
+        self.accelerator.wait_for_everyone()
+
+    def finished_head(self, dtype: torch.dtype | None = None) -> BlockDraftHead:
+        """Returns a copy of the head, averaged weights where there are some, in the target's dtype unless told otherwise."""
+        weights = self._weights() if self._average is None else self._average
+        copy = BlockDraftHead(self.head_config)
+        copy.load_state_dict(weights)
+        return copy.to(self.target.device, dtype or self.target.dtype).eval()
+
+    def save_head(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Writes the head in the public format."""
+        head = self.finished_head(dtype)
+        if self.accelerator.is_main_process:
+            save_head(head, folder)
+
+    @property
+    def head_config(self) -> Any:
+        """The head's config."""
+        return self.head.config
+
+    def _one_step(self) -> StepReport:
+        begin = time.perf_counter()
+        epoch, rows = self.rows.rows_of_step(self.step)
+        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
+        size = self.settings.rows_per_pass
+        passes = [mine[start : start + size] for start in range(0, len(mine), size)] or [[]]
+        outputs: list[StepOutput] = []
+        num_tokens = 0
+        for index, part in enumerate(passes):
+            last = index == len(passes) - 1
+            # Gradients of all devices are joined once, in the last pass.
+            context = nullcontext() if last else self.accelerator.no_sync(self.head)
+            with context:
+                # A device without rows still takes part with a row whose slots do not count.
+                anchored = self.rows.collate(part or rows[:1], epoch).to(self.target.device)
+                if not part:
+                    anchored = anchored._replace(valid=torch.zeros_like(anchored.valid))
+                out = self._pass(anchored)
+                self._check_finite(out, anchored)
+                (out.loss * out.weight_sum).backward()
+            num_tokens += sum(end - begin for row in anchored.documents for _, begin, end in row)
+            outputs.append(out._replace(loss=out.loss.detach()))
+        totals = self._totals(outputs, num_tokens)
+        self._apply(totals[0])
+        self.step += 1
+        return self._report(totals, time.perf_counter() - begin)
+
+    def _pass(self, anchored: AnchoredBatch) -> StepOutput:
+        states = self.states(anchored) if self.states else None
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
+        bfloat16 = self.settings.precision == "bfloat16"
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=bfloat16):
+            return block_loss(
+                self.head, self.target, anchored.batch, anchors=anchored.anchors, valid=anchored.valid,
+                settings=self.step_settings, states=states, generator=generator,
+            )  # fmt: skip
+
+    def _totals(self, outputs: list[StepOutput], num_tokens: int) -> list[float]:
+        """Sums over passes and devices: weight, loss, anchors, lengths, tokens, stop signals, then hits and slots by depth."""
+        loss = sum((out.loss * out.weight_sum for out in outputs), torch.zeros((), device=outputs[0].loss.device))
+        parts: list[Any] = [sum(out.weight_sum for out in outputs), loss]
+        parts += [sum(out.num_anchors for out in outputs)]
+        parts += [sum(out.expected_acceptance_length * out.num_anchors for out in outputs), num_tokens]
+        # A signal reaches processes at different moments; all stop after the step in which the first has seen it.
+        parts += [float(self._asked_to_stop.is_set())]
+        depth = len(outputs[0].num_slots_by_depth)
+        parts += [sum(out.accuracy_by_depth[d] * out.num_slots_by_depth[d] for out in outputs) for d in range(depth)]
+        parts += [sum(out.num_slots_by_depth[d] for out in outputs) for d in range(depth)]
+        summed = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=loss.device) for part in parts])
+        return self.accelerator.reduce(summed, reduction="sum").tolist()
+
+    def _apply(self, weight_sum: float) -> None:
+        """Divides the summed gradients by the weight of the whole step, and takes the step."""
+        # Wrapped models average over devices; the sum is wanted.
+        scale = self.accelerator.num_processes / weight_sum if weight_sum > 0 else 0.0
+        for parameter in self.head.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self._grad_norm = nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip_norm)
+        factor = self.settings.rate_factor(self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        if self._average is not None:
+            decay = min(self.settings.ema_decay or 0.0, (1 + self.step) / (10 + self.step))
+            for name, weight in self._weights().items():
+                self._average[name].lerp_(weight, 1 - decay)
+
+    def _report(self, totals: list[float], seconds: float) -> StepReport:
+        weight, loss, anchors, lengths, tokens, stops, *by_depth = totals
+        self.stopped = stops > 0
+        depth = len(by_depth) // 2
+        accuracy = [hits / slots if slots else 0.0 for hits, slots in zip(by_depth[:depth], by_depth[depth:], strict=True)]
+        norm = self._grad_norm.full_tensor() if hasattr(self._grad_norm, "full_tensor") else self._grad_norm
+        return StepReport(
+            step=self.step,
+            loss=loss / weight if weight else 0.0,
+            accuracy_by_depth=accuracy,
+            expected_acceptance_length=lengths / anchors if anchors else 0.0,
+            learning_rate=self.settings.learning_rate * self.settings.rate_factor(self.step - 1),
+            grad_norm=float(norm),
+            num_tokens=int(tokens),
+            num_slots=int(sum(by_depth[depth:])),
+            seconds=seconds,
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in get_model_state_dict(self.head, options=FULL).items()}
+
+    def _check_finite(self, out: StepOutput, anchored: AnchoredBatch) -> None:
+        if bool(torch.isfinite(out.loss)):
+            return
+        path = self.folder / f"nonfinite-step-{self.step + 1}-rank-{self.accelerator.process_index}.pt"
+        batch = anchored.to("cpu")
+        torch.save({"batch": batch.batch._asdict(), "anchors": batch.anchors, "valid": batch.valid}, path)
+        raise NonFiniteLoss(f"the loss of step {self.step + 1} is {out.loss.item()}; its batch is saved in {path}")
+
+    @contextmanager
+    def _listen(self) -> Iterator[None]:
+        """SIGTERM ends the run after the step that is going on; the handler that was there comes back afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

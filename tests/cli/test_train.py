@@ -1,0 +1,205 @@
+"""From prompts to a published head with the commands alone, and the recipe's errors."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+
+pytest.importorskip("accelerate", reason="training needs jetflow[train]")
+pytest.importorskip("matplotlib", reason="training needs jetflow[train]")
+
+from jetflow.cli import main
+from jetflow.cli.recipe import read_recipe
+from jetflow.heads.checkpoint import load_head
+from jetflow.training.checkpoints import checkpoints
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "models" / "tiny"
+RECIPE = """
+[target]
+name = "{target}"
+dtype = "float32"
+
+[data]
+train = ["{answers}"]
+max_length = 256
+rows_per_step = 4
+
+[head]
+block_size = 4
+num_layers = 1
+taps = [0, 3]
+
+[loss]
+name = "{loss}"
+num_anchors = 8
+
+[train]
+steps = 4
+rows_per_pass = 2
+warmup_steps = 1
+checkpoint_every = 2
+evaluate_every = 2
+
+[evaluation]
+prompts = ["{prompts}"]
+per_file = 2
+budgets = [1, 8]
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("answers")
+    out = folder / "answers.jsonl"
+    arguments = ["--target", str(PAIR / "target"), "--prompts", str(PAIR / "heldout.jsonl"), "--num-prompts", "9"]
+    assert main(["regenerate", *arguments, "--out", str(out), "--max-new-tokens", "24", "--dtype", "float32"]) == 0
+    return out
+
+
+def write_recipe(folder, answers, text=RECIPE, loss="forward-kl", **changes):
+    text = text.format(target=PAIR / "target", answers=answers, prompts=PAIR / "heldout.jsonl", loss=loss)
+    for name, value in changes.items():
+        text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
+        assert count == 1, name
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_from_prompts_to_a_published_head(tmp_path, answers, capsys):
+    recipe = write_recipe(tmp_path, answers)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    head = load_head(tmp_path / "run" / "head")
+    assert head.fc.weight.dtype == torch.bfloat16
+    assert (head.config.block_size, head.config.taps, head.config.causal) == (4, (0, 3), True)
+    result = json.loads((tmp_path / "run" / "head" / "result.json").read_text())
+    assert result["num_steps"] == 4
+    assert result["tau"]["1"] == 1.0
+    assert list(result["data_sha256"]) == ["answers.jsonl"]
+    assert (tmp_path / "run" / "head" / "curves.png").stat().st_size > 1000
+    card = (tmp_path / "run" / "head" / "README.md").read_text()
+    assert "1 layers, block size 4, causal" in card
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in records] == [1, 2, 2, 3, 4, 4]
+    assert [one["step"] for one in records if "tau" in one] == [2, 4]
+    assert "tau@1 1.00" in capsys.readouterr().err
+    # Serving it is one command.
+    arguments = ["generate", "--target", str(PAIR / "target"), "--head", str(tmp_path / "run" / "head"), "--prompt", "Hi"]
+    assert main([*arguments, "--chat", "--max-new-tokens", "4"]) == 0
+    # The finished run starts anew from its end and writes the same head.
+    weights = load_head(tmp_path / "run" / "head").state_dict()
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    assert all(torch.equal(value, weights[name]) for name, value in load_head(tmp_path / "run" / "head").state_dict().items())
+
+
+def test_stopped_run_goes_on_and_its_records_do_not_repeat(tmp_path, answers):
+    recipe = write_recipe(tmp_path, answers)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "whole")]) == 0
+    assert main(["train", str(recipe), "--out", str(tmp_path / "parts")]) == 0
+    # As if it had been killed after step 3: the newest checkpoint is that of step 2.
+    shutil.rmtree(checkpoints(tmp_path / "parts" / "checkpoints")[-1])
+    assert main(["train", str(recipe), "--out", str(tmp_path / "parts")]) == 0
+    one, other = (
+        [json.loads(line)["step"] for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("whole", "parts")
+    )
+    assert one == other
+    whole, parts = (load_head(tmp_path / name / "head").state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "reverse-kl", "jensen-shannon", "total-variation", "log-acceptance"])
+def test_every_loss_trains(tmp_path, answers, loss):
+    recipe = write_recipe(tmp_path, answers, loss=loss, steps=1, checkpoint_every=1, per_file=1)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+
+
+def test_training_from_cached_states(tmp_path, answers):
+    features = tmp_path / "states"
+    text = RECIPE.replace("rows_per_step = 4", f'rows_per_step = 4\nfeatures = "{features}"')
+    recipe = write_recipe(tmp_path, answers, text)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert main(["features", str(recipe)]) == 0
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+
+
+def test_warm_start_from_a_head_that_exists(tmp_path, answers):
+    text = RECIPE.replace("[head]", f'[head]\nstart_from = "{PAIR / "head"}"').replace("taps = [0, 3]\n", "")
+    recipe = write_recipe(tmp_path, answers, text, block_size=6)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    head = load_head(tmp_path / "run" / "head")
+    assert (head.config.block_size, head.config.num_layers, head.config.taps) == (6, 1, (0, 2, 4))
+
+
+def test_sampled_vocabulary_muon_packing_and_average(tmp_path, answers):
+    text = "optimizer = 'muon'\n" + RECIPE.replace("num_anchors = 8", "num_anchors = 8\nnum_frequent = 64\nnum_random = 32")
+    text = text.replace("rows_per_step = 4", "rows_per_step = 4\npack = true").replace(
+        "steps = 4", "steps = 4\nema_decay = 0.9"
+    )
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[loss]", "[losses]", r"\[losses\] is no section; known are target, data"),
+        ("steps = 4", "step = 4", r"\[train\] has the key 'step', which is unknown; known are steps"),
+        ("steps = 4", "steps = 'four'", r"\[train\] steps must be int, got 'four'"),
+        ("steps = 4", "steps = true", r"\[train\] steps must be int, got True"),
+        ("steps = 4", "steps = 0", "steps must be at least 1, got 0"),
+        ("steps = 4\n", "", r"\[train\]: missing 1 required positional argument: 'steps'"),
+        ("taps = [0, 3]", "taps = 3", r"taps must be list\[int\] \| None, got 3"),
+        ("num_anchors = 8", "num_anchors = 8\nnum_frequent = 0", "num_frequent must be at least 1, got 0"),
+        ("[target]", "[target", "is not TOML"),
+    ],
+)
+def test_recipe_errors_name_file_section_and_key(tmp_path, old, new, message):
+    path = tmp_path / "recipe.toml"
+    assert old in RECIPE
+    path.write_text(RECIPE.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "mean-squares"}, r"name must be one of cross-entropy, .*got 'mean-squares'"),
+        ({"dtype": '"int3"'}, "dtype must name a torch dtype"),
+        ({"taps": "[0, 9]"}, "layer 9 must be in"),
+    ],
+)
+def test_unknown_parts_are_named(tmp_path, answers, capsys, changes, message):
+    recipe = write_recipe(tmp_path, answers, **changes)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_mask_token_must_exist(tmp_path, answers, capsys):
+    text = RECIPE.replace("num_layers = 1", "num_layers = 1\nmask_token = '<nothing>'")
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
+    assert "mask_token '<nothing>' is no token" in capsys.readouterr().err
+
+
+def test_prompts_without_answers_are_no_training_data(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, PAIR / "heldout.jsonl")
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert "holds prompts without answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_read(path):
+    recipe = read_recipe(path)
+    assert recipe.train.steps > 0
+    assert tomllib.loads(path.read_text())["target"]["name"] == recipe.target.name
+
+
+def test_endpoint_and_model_belong_together(tmp_path, capsys):
+    arguments = ["--target", str(PAIR / "target"), "--prompts", str(PAIR / "heldout.jsonl"), "--out", str(tmp_path / "a")]
+    assert main(["regenerate", *arguments, "--endpoint", "http://localhost:1/v1"]) == 2
+    assert "--endpoint and --model belong together" in capsys.readouterr().err
