@@ -32,12 +32,12 @@ table = masks.dense(streaming, batch=1, num_heads=1, q_len=8, kv_len=8)
 
 
 # --8<-- [start:loss]
-class TotalVariation:
-    """Half the L1 distance of the two laws: the chance that a sampled draft token is turned down."""
+class Bhattacharyya:
+    """Minus the log of the Bhattacharyya coefficient `sum_v sqrt(p(v) q(v))` of the two laws."""
 
     def __call__(self, draft_logits, target_logits, labels):
-        gaps = draft_logits.float().softmax(-1) - target_logits.detach().float().softmax(-1)
-        return (0.5 * gaps.abs().sum(-1)).masked_fill(labels == -100, 0.0)
+        log_probs = draft_logits.float().log_softmax(-1) + target_logits.detach().float().log_softmax(-1)
+        return -(0.5 * log_probs).logsumexp(-1).masked_fill(labels == -100, 0.0)
 
 
 # --8<-- [end:loss]
@@ -125,7 +125,7 @@ class Cautious:
 
 print("who sees the first two positions and the last three:", table[0, 0].int(), sep="\n")
 logits = torch.tensor([[0.0, 0.0], [0.0, 9.0]])
-print("total variation:", TotalVariation()(logits, logits.flip(0), torch.tensor([1, -100])).tolist())
+print("Bhattacharyya distance:", Bhattacharyya()(logits, logits.flip(0), torch.tensor([1, -100])).tolist())
 
 target = Target.from_pretrained(str(MODELS / "target"), dtype=torch.float32)
 head = load_head(MODELS / "head", dtype=torch.float32)

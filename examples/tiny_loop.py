@@ -1,10 +1,13 @@
-"""Batches and the optimizer loop that the target and the head of the tiny pair share; see `examples/train_tiny.py`."""
+"""What the stages of `examples/train_tiny.py` share: batches, the optimizer loop, stages, and the folder at the end."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from jetflow.training import Batch
 
+CARD = Path(__file__).with_name("tiny_card.md")
 Row = tuple[list[int], int]  # token ids of prompt and answer, and how many of them are the prompt
 
 
@@ -54,3 +58,32 @@ def train(module: nn.Module, steps: int, schedule: Callable[[float], float], los
         if step % math.ceil(steps / 15) == 0:
             rate = step / (time.perf_counter() - begin)
             print(f"  step {step:5d}  loss {loss.item():.3f}{line}  {rate:.1f} steps/s", flush=True)
+
+
+class Stages:
+    """Runs stages whose output is not there yet, and remembers how long each took."""
+
+    def __init__(self, work: Path):
+        work.mkdir(parents=True, exist_ok=True)
+        self._file = work / "seconds.json"
+        self.seconds: dict[str, int] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    def run(self, name: str, output: Path, stage: Callable[[], object]) -> None:
+        if output.exists():
+            print(f"{name}: found {output}", flush=True)
+            return
+        print(name, flush=True)
+        begin = time.perf_counter()
+        stage()
+        self.seconds[name] = round(time.perf_counter() - begin)
+        self._file.write_text(json.dumps(self.seconds))
+
+
+def write_pair(work: Path, out: Path, heldout: list[dict[str, str]], result: dict[str, object]) -> None:
+    """Puts target, head, held-out prompts, measured result and a card that states it into one folder."""
+    for part in ("target", "head"):
+        shutil.copytree(work / part, out / part, dirs_exist_ok=True)
+    lines = [json.dumps({"id": i, "kind": doc["kind"], "prompt": doc["prompt"]}) for i, doc in enumerate(heldout)]
+    (out / "heldout.jsonl").write_text("\n".join(lines) + "\n")
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "README.md").write_text(CARD.read_text().format(**result))

@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tiny_corpus import documents, make_tokenizer
-from tiny_loop import Row, batches, train
+from tiny_loop import Row, Stages, batches, train, write_pair
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -41,7 +38,6 @@ SMOKE = {"documents": 300, "vocab": 300, "hidden": 64, "target_steps": 6, "answe
          "heldout": 3, "new_tokens": 20}  # fmt: skip
 NUM_LAYERS, TARGET_BATCH = 6, 12
 TAPS, BLOCK_SIZE, NUM_ANCHORS, HEAD_BATCH, BUDGETS = (0, 2, 4), 16, 8, 16, (16, 64)
-CARD = Path(__file__).with_name("tiny_card.md")
 
 
 def train_target(sizes: dict[str, int], docs: list[dict[str, str]], seed: int, folder: Path) -> None:
@@ -89,11 +85,8 @@ def regenerate(target: Target, prompts: list[str], max_new_tokens: int) -> list[
 
 def train_head(target: Target, rows: list[Row], steps: int, seed: int, folder: Path) -> None:
     """Trains the JetFlow head on the target's answers by forward KL and saves it, weights in bfloat16."""
-    mask_token_id = target.tokenizer.mask_token_id
-    config = DraftHeadConfig.for_target(
-        target.config, num_layers=2, block_size=BLOCK_SIZE, mask_token_id=mask_token_id, taps=TAPS
-    )
-    head = BlockDraftHead(config)
+    sizes = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": target.tokenizer.mask_token_id, "taps": TAPS}
+    head = BlockDraftHead(DraftHeadConfig.for_target(target.config, **sizes))
     stream, generator = batches(rows, HEAD_BATCH, seed), torch.Generator().manual_seed(seed)
 
     def loss_of() -> tuple[Tensor, str]:
@@ -121,16 +114,6 @@ def evaluate(target: Target, drafter: ParallelDrafter, heldout: list[dict[str, s
     return result
 
 
-def write_pair(work: Path, out: Path, heldout: list[dict[str, str]], result: dict[str, object]) -> None:
-    """Puts target, head, held-out prompts, measured result and a card that states it into one folder."""
-    for part in ("target", "head"):
-        shutil.copytree(work / part, out / part, dirs_exist_ok=True)
-    lines = [json.dumps({"id": i, "kind": doc["kind"], "prompt": doc["prompt"]}) for i, doc in enumerate(heldout)]
-    (out / "heldout.jsonl").write_text("\n".join(lines) + "\n")
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "README.md").write_text(CARD.read_text().format(**result))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the pair and its card go; out/ in --work-dir when absent")
@@ -142,32 +125,20 @@ def main() -> None:
     torch.manual_seed(args.seed)
     sizes = SMOKE if args.smoke else FULL
     work = args.work_dir or Path(f"runs/tiny-{'smoke-' if args.smoke else ''}{args.seed}")
-    work.mkdir(parents=True, exist_ok=True)
     docs = documents(sizes["documents"], args.seed)
     heldout, docs = docs[: sizes["heldout"]], docs[sizes["heldout"] :]
-    seconds: dict[str, int] = json.loads((work / "seconds.json").read_text()) if (work / "seconds.json").exists() else {}
-
-    def stage(name: str, output: Path, run: Callable[[], object]) -> None:
-        if output.exists():
-            print(f"{name}: found {output}", flush=True)
-            return
-        print(name, flush=True)
-        begin = time.perf_counter()
-        run()
-        seconds[name] = round(time.perf_counter() - begin)
-        (work / "seconds.json").write_text(json.dumps(seconds))
-
+    stages = Stages(work)
     files = {name: work / name for name in ("target", "answers.pt", "head", "evaluation.json")}
-    stage("target", files["target"], lambda: train_target(sizes, docs, args.seed, files["target"]))
+    stages.run("target", files["target"], lambda: train_target(sizes, docs, args.seed, files["target"]))
     target = Target.from_pretrained(str(files["target"]), dtype=torch.float32)
     prompts, limit = [doc["prompt"] for doc in docs[: sizes["answers"]]], sizes["new_tokens"]
-    stage("answers", files["answers.pt"], lambda: torch.save(regenerate(target, prompts, limit), files["answers.pt"]))
+    stages.run("answers", files["answers.pt"], lambda: torch.save(regenerate(target, prompts, limit), files["answers.pt"]))
     rows = torch.load(files["answers.pt"])
-    stage("head", files["head"], lambda: train_head(target, rows, sizes["head_steps"], args.seed, files["head"]))
+    stages.run("head", files["head"], lambda: train_head(target, rows, sizes["head_steps"], args.seed, files["head"]))
     drafter = ParallelDrafter(load_head(str(files["head"]), dtype=torch.float32), target)
     measure = partial(evaluate, target, drafter, heldout, limit)
-    stage("evaluation", files["evaluation.json"], lambda: files["evaluation.json"].write_text(json.dumps(measure())))
-    result = {"seed": args.seed, "total_seconds": sum(seconds.values()), "seconds": seconds}
+    stages.run("evaluation", files["evaluation.json"], lambda: files["evaluation.json"].write_text(json.dumps(measure())))
+    result = {"seed": args.seed, "total_seconds": sum(stages.seconds.values()), "seconds": stages.seconds}
     result |= json.loads(files["evaluation.json"].read_text())
     write_pair(work, args.out or work / "out", heldout, result)
     print(json.dumps(result, indent=1))

@@ -33,7 +33,8 @@ LEVELS = {
     "cli": 5,
 }
 # Parts of one level that belong together: expanders default to a scoring function; the target hands out its cache, the
-# verifier and the drafters stand on the target and on heads; the demo and the command line stand on the comparison.
+# verifier and the drafters stand on the target and on heads; training measures tau by decoding; the demo and the command
+# line stand on the comparison.
 WITHIN_LEVEL = {
     ("trees", "scoring"),
     ("targets", "caches"),
@@ -41,6 +42,7 @@ WITHIN_LEVEL = {
     ("verifiers", "caches"),
     ("drafters", "targets"),
     ("drafters", "heads"),
+    ("training", "decoding"),
     ("demo", "benchmark"),
     ("cli", "demo"),
 }

@@ -5,10 +5,22 @@ import math
 import pytest
 import torch
 
-from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL, exponential_position_weights, weighted_mean
+from jetflow.losses import (
+    CrossEntropy,
+    ForwardKL,
+    JensenShannon,
+    LogAcceptance,
+    ReverseKL,
+    TotalVariation,
+    exponential_position_weights,
+    weighted_mean,
+)
 
-LOSSES = [CrossEntropy(), ForwardKL(), ReverseKL(), ForwardKL(2.5), ReverseKL(0.5)]
-IDS = ["ce", "forward", "reverse", "forward-T2.5", "reverse-T0.5"]
+LOSSES = [
+    CrossEntropy(), ForwardKL(), ReverseKL(), ForwardKL(2.5), ReverseKL(0.5),
+    JensenShannon(), JensenShannon(2.0), TotalVariation(), TotalVariation(2.0), LogAcceptance(), LogAcceptance(2.0),
+]  # fmt: skip
+IDS = ["ce", "forward", "reverse", "forward-T2.5", "reverse-T0.5", "js", "js-T2", "tv", "tv-T2", "lk", "lk-T2"]
 # float32 sums of a few dozen terms of size 1.
 ATOL = 1e-5
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=IDS)
@@ -194,3 +206,50 @@ def test_weighted_mean_of_nothing_is_zero_with_a_zero_gradient():
         assert torch.equal(values.grad, torch.zeros(count))
     with pytest.raises(ValueError, match=r"weights must have the shape of values, \(2,\), got \(3,\)"):
         weighted_mean(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_symmetric_and_acceptance_losses_match_the_formula_written_as_loops(temperature):
+    draft, target, labels = random_case(2, 3)
+    found = [kind(temperature)(draft, target, labels) for kind in (JensenShannon, TotalVariation, LogAcceptance)]
+    for i in range(2):
+        for j in range(3):
+            q = plain_softmax(draft[i, j].tolist(), temperature)
+            p = plain_softmax(target[i, j].tolist(), temperature)
+            mixture = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+            overlap = sum(min(a, b) for a, b in zip(p, q, strict=True))
+            expected = (
+                temperature**2 * (plain_kl(p, mixture) + plain_kl(q, mixture)) / 2,
+                sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
+                -math.log(overlap),
+            )
+            for value, wanted in zip(found, expected, strict=True):
+                assert value[i, j].item() == pytest.approx(wanted, rel=1e-4)
+            assert found[1][i, j].item() == pytest.approx(1 - overlap, rel=1e-4)
+
+
+def test_loss_of_the_acceptance_probability_is_cross_entropy_for_a_certain_target():
+    draft, _, labels = random_case(4)
+    target = torch.full_like(draft, -torch.inf).scatter(-1, labels[:, None], 0.0)
+    torch.testing.assert_close(
+        LogAcceptance()(draft, target, labels), CrossEntropy()(draft, target, labels), atol=ATOL, rtol=1e-5
+    )
+
+
+def test_laws_that_do_not_meet_give_finite_losses_with_a_way_back():
+    # Probabilities below the smallest float32, not only small ones.
+    draft = torch.tensor([[0.0, -300.0]], requires_grad=True)
+    target = torch.tensor([[-torch.inf, 0.0]])
+    loss = LogAcceptance()(draft, target, torch.tensor([1]))
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert draft.grad.isfinite().all()
+    assert draft.grad[0, 1] < 0 < draft.grad[0, 0]
+    assert TotalVariation()(draft, target, torch.tensor([1])).item() == pytest.approx(1.0)
+    assert JensenShannon()(draft, target, torch.tensor([1])).item() == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_cross_entropy_needs_no_target():
+    draft, target, labels = random_case(2, 3)
+    assert torch.equal(CrossEntropy()(draft, None, labels), CrossEntropy()(draft, target, labels))
+    assert not CrossEntropy.uses_target

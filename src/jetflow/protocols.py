@@ -80,7 +80,10 @@ class ScoringFunction(Protocol):
 
 
 class TreeExpander(Protocol):
-    """Builds one tree of at most `budget` nodes (root included) per row from `root_tokens`, int64 [B]."""
+    """Builds one tree of at most `budget` nodes (root included) per row from `root_tokens`, int64 [B].
+
+    An expander that always wants the same levels may say so by an attribute `depth`, the deepest of them.
+    """
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree: ...
 

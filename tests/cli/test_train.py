@@ -170,7 +170,7 @@ def test_recipe_errors_name_file_section_and_key(tmp_path, old, new, message):
     ("changes", "message"),
     [
         ({"loss": "mean-squares"}, r"name must be one of cross-entropy, .*got 'mean-squares'"),
-        ({"dtype": '"int3"'}, "dtype must name a torch dtype"),
+        ({"dtype": '"int3"'}, "dtype must be one of float32, bfloat16, float16, got 'int3'"),
         ({"taps": "[0, 9]"}, "layer 9 must be in"),
     ],
 )
@@ -203,3 +203,18 @@ def test_endpoint_and_model_belong_together(tmp_path, capsys):
     arguments = ["--target", str(PAIR / "target"), "--prompts", str(PAIR / "heldout.jsonl"), "--out", str(tmp_path / "a")]
     assert main(["regenerate", *arguments, "--endpoint", "http://localhost:1/v1"]) == 2
     assert "--endpoint and --model belong together" in capsys.readouterr().err
+
+
+def test_tensorboard_that_is_not_installed_is_a_clear_error(tmp_path, answers, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    recipe = write_recipe(tmp_path, answers, "tensorboard = true\n" + RECIPE)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert "needs the tensorboard package" in capsys.readouterr().err
+
+
+def test_muon_needs_whole_matrices(tmp_path, answers, capsys):
+    text = "optimizer = 'muon'\n" + RECIPE.replace("steps = 4", "steps = 4\nshard_head = true")
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
+    assert "shard_head does not go with optimizer muon" in capsys.readouterr().err

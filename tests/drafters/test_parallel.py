@@ -96,3 +96,44 @@ def test_other_dtype_and_bad_width_are_refused():
         ParallelDrafter(make_head(target).to(torch.bfloat16), target)
     with pytest.raises(ValueError, match="width"):
         ParallelDrafter(make_head(target), target, width=0)
+
+
+def test_a_part_of_the_vocabulary_is_all_that_is_drafted_and_the_text_stays(model):
+    target = Target(model)
+    head, vocabulary = make_head(target), torch.tensor([40, 3, 17, 9, 22, 30])
+    drafter = ParallelDrafter(head, target, vocabulary=vocabulary)
+    drafted = []
+    result = SpeculativeDecoder(target, drafter, budget=9).generate(
+        PROMPT, max_new_tokens=20, on_round=lambda event: drafted.extend(event.tree.tokens[0, 1:].tolist())
+    )
+    assert result.token_ids == plain_greedy(model, PROMPT, 20)
+    assert drafted
+    assert set(drafted) <= set(vocabulary.tolist())
+    everything = ParallelDrafter(head, target, vocabulary=torch.arange(target.vocab_size))
+    whole = ParallelDrafter(head, target)
+    for one in (everything, whole):
+        one.reset(1)
+    roots = torch.tensor([5])
+    torch.testing.assert_close(everything.draft_logits(roots, 3), whole.draft_logits(roots, 3))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "message"),
+    [
+        (torch.tensor([1, 1]), "each token once"),
+        (torch.tensor([1.0]), "must be int64"),
+        (torch.tensor([], dtype=torch.int64), "must be int64"),
+        (torch.tensor([0, 4000]), r"must be in \[0, \d+\), got 0 to 4000"),
+    ],
+)
+def test_vocabularies_that_make_no_sense_are_refused(vocabulary, message):
+    target = Target(make_model("qwen3"))
+    with pytest.raises(ValueError, match=message):
+        ParallelDrafter(make_head(target), target, vocabulary=vocabulary)
+
+
+def test_shape_deeper_than_the_head_drafts_is_refused():
+    target = Target(make_model("qwen3"))
+    chain = FixedShape(list(range(-1, 6)), [0] * 7)
+    with pytest.raises(ValueError, match="asks for 6 levels, but a head of block_size=6 drafts 5"):
+        ParallelDrafter(make_head(target), target, chain)

@@ -4,7 +4,6 @@ The tests kill it, resume it and split it over processes; in float32 it always e
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -70,13 +69,14 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rows-per-pass", type=int, default=8)
-    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--shard", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     trainer = small_trainer(
-        args.folder, steps=args.steps, rows_per_pass=args.rows_per_pass, accelerator=accelerator, checkpoint_every=3
-    )
+        args.folder, steps=args.steps, rows_per_pass=args.rows_per_pass, accelerator=accelerator, checkpoint_every=3,
+        shard_head=args.shard, shard_target=args.shard,
+    )  # fmt: skip
     args.folder.mkdir(parents=True, exist_ok=True)
     trainer.resume()
     losses = []
@@ -84,13 +84,12 @@ def main():
     def on_step(report):
         losses.append(report.loss)
         print(report.step, report.loss, flush=True)
-        time.sleep(args.pause)
 
     trainer.on_step = on_step
     trainer.run()
-    weights = trainer.finished_head().state_dict()
-    if accelerator.is_main_process and not trainer.stopped:
-        torch.save({"weights": weights, "losses": losses}, args.folder / "end.pt")
+    head = trainer.finished_head()
+    if head is not None and not trainer.stopped:
+        torch.save({"weights": head.state_dict(), "losses": losses}, args.folder / "end.pt")
 
 
 if __name__ == "__main__":

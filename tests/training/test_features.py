@@ -57,7 +57,7 @@ def test_loss_from_disk_is_the_loss_from_the_target(target, tmp_path, pack):
     for row, documents in enumerate(anchored.documents):
         for _, begin, end in documents:
             for one, other in zip(rounded, states, strict=True):
-                assert torch.equal(one[row, begin:end], other[row, begin:end].bfloat16().float())
+                torch.testing.assert_close(one[row, begin:end], other[row, begin:end], atol=1e-5, rtol=BFLOAT16_STEP)
 
 
 def test_bfloat16_target_loses_nothing(target, tmp_path):
@@ -69,9 +69,9 @@ def test_bfloat16_target_loses_nothing(target, tmp_path):
     given = {"anchors": anchored.anchors, "valid": anchored.valid, "settings": StepSettings(ForwardKL())}
     head = small_head(target)
     online = block_loss(head, target, anchored.batch, **given).loss
-    assert block_loss(head, target, anchored.batch, **given, states=store(anchored)).loss == pytest.approx(
-        online.item(), rel=1e-3
-    )
+    cached = block_loss(head, target, anchored.batch, **given, states=store(anchored)).loss
+    # Passes of other widths differ in the last bits of bfloat16.
+    torch.testing.assert_close(cached, online, atol=0, rtol=2 * BFLOAT16_STEP)
 
 
 def test_killed_run_keeps_whole_shards(target, tmp_path):

@@ -20,7 +20,7 @@ from jetflow.training import StepSettings
 from jetflow.training.checkpoints import checkpoints, last_checkpoint
 from jetflow.training.optimizers import adamw, muon
 from jetflow.training.settings import TrainSettings
-from jetflow.training.trainer import NonFiniteLoss
+from jetflow.training.trainer import NonFiniteLossError
 
 SCRIPT = str(Path(__file__).with_name("small_run.py"))
 # Sums of a few thousand float32 terms in another order.
@@ -74,30 +74,19 @@ def test_loss_falls_and_every_parameter_moves(tmp_path):
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_accumulation_equals_the_big_batch(tmp_path, pack):
-    ends, curves = [], []
+    grads, losses = [], []
     for size in (8, 4, 1):
-        trainer = small_trainer(tmp_path / str(size), rows=small_rows(pack=pack), rows_per_pass=size, steps=4)
-        losses = []
-        trainer.on_step = lambda report, losses=losses: losses.append(report.loss)
-        trainer.run()
-        ends.append(weights_of(trainer))
-        curves.append(losses)
-    for other, curve in zip(ends[1:], curves[1:], strict=True):
-        assert curve == pytest.approx(curves[0], abs=1e-6)
-        for name, value in ends[0].items():
-            # AdamW's first steps have the size of the rate, whatever the gradient's: tiny differences are spread.
-            torch.testing.assert_close(other[name], value, atol=2e-5, rtol=0)
-
-
-def test_gradients_of_accumulation_equal_those_of_the_big_batch(tmp_path):
-    grads = []
-    for size in (8, 4, 1):
-        trainer = small_trainer(tmp_path, rows_per_pass=size, clip_norm=1e9, steps=1)
+        trainer = small_trainer(tmp_path, rows=small_rows(pack=pack), rows_per_pass=size, clip_norm=1e9, steps=1)
         kept = []
-        for optimizer in trainer.optimizers:
-            optimizer.step = lambda trainer=trainer, kept=kept: kept.extend(p.grad.clone() for p in trainer.head.parameters())
-        trainer.run()
+
+        def keep(closure=None, trainer=trainer, kept=kept):
+            if not kept:
+                kept.extend(weight.grad.clone() for weight in trainer.head.parameters())
+
+        trainer.optimizers[0].step = keep
+        losses.append(trainer._one_step().loss)
         grads.append(kept)
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
     for other in grads[1:]:
         for one, two in zip(grads[0], other, strict=True):
             torch.testing.assert_close(one, two, atol=ATOL, rtol=1e-5)
@@ -149,13 +138,21 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(tmp_path, kills):
     assert_equal(*ends)
 
 
-def test_two_processes_train_like_one(tmp_path):
+@pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["copies", "sharded"])
+def test_two_processes_train_like_one(tmp_path, shard):
     code, output = run_script(tmp_path / "one", "--steps", "6")
     assert code == 0, output
-    code, output = run_script(tmp_path / "two", "--steps", "6", "--rows-per-pass", "2", processes=2)
+    code, output = run_script(tmp_path / "two", "--steps", "6", "--rows-per-pass", "2", *shard, processes=2)
     assert code == 0, output
     one, two = (torch.load(tmp_path / name / "end.pt") for name in ("one", "two"))
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], value, atol=1e-4, rtol=0)
+
+
+def test_sharding_needs_several_processes(tmp_path):
+    with pytest.raises(ValueError, match="sharding needs several processes; start with torchrun"):
+        small_trainer(tmp_path, shard_head=True)
 
 
 def test_sigterm_saves_and_ends_cleanly(tmp_path):
@@ -210,7 +207,7 @@ def test_nan_loss_stops_with_the_batch_saved(tmp_path):
             return values * float("nan") if self.calls == 3 else values
 
     trainer = small_trainer(tmp_path, step_settings=StepSettings(Broken()))
-    with pytest.raises(NonFiniteLoss, match="loss of step 3 is nan"):
+    with pytest.raises(NonFiniteLossError, match="loss of step 3 is nan"):
         trainer.run()
     saved = torch.load(tmp_path / "nonfinite-step-3-rank-0.pt")
     assert saved["batch"]["token_ids"].shape[0] == 8

@@ -43,7 +43,7 @@ def test_columns_of_the_fusing_matrix_follow_their_taps(target):
 
 
 def test_another_target_of_equal_width(target):
-    config = Qwen3Config(**{**target.model.config.to_dict(), "vocab_size": 60, "num_hidden_layers": 6})
+    config = Qwen3Config(**{**target.model.config.to_dict(), "vocab_size": 60, "num_hidden_layers": 6, "layer_types": None})
     other = Target(Qwen3ForCausalLM(config).eval())
     new = warm_start(small_head(target), other)
     assert (new.config.vocab_size, new.config.num_target_layers) == (60, 6)

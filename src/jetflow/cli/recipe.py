@@ -13,7 +13,7 @@ try:
     import tomllib
 except ModuleNotFoundError:
     # Before Python 3.11.
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[no-redef]
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,10 @@ def _target(recipe: Recipe, accelerator: Accelerator) -> Target:
 
     from jetflow.targets import Target
 
-    dtype = getattr(torch, recipe.target.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"[target] dtype must name a torch dtype such as bfloat16, got {recipe.target.dtype!r}")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if recipe.target.dtype not in known:
+        raise ValueError(f"[target] dtype must be one of {', '.join(known)}, got {recipe.target.dtype!r}")
+    dtype = known[recipe.target.dtype]
     target = Target.from_pretrained(recipe.target.name, dtype=dtype, device=recipe.target.device or accelerator.device)
     # Frozen in earnest: a target whose weights ask for gradients would keep the activations of its pass.
     target.model.requires_grad_(False)
@@ -143,6 +144,8 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
     known = {"adamw": adamw, "muon": muon}
     if recipe.optimizer not in known:
         raise ValueError(f"optimizer must be one of {', '.join(known)}, got {recipe.optimizer!r}")
+    if recipe.optimizer == "muon" and recipe.train.shard_head:
+        raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
     return Trainer(
         _head(recipe, target), target, rows, folder=out, settings=recipe.train,
         step_settings=_step_settings(recipe.loss, target, rows),
@@ -278,7 +281,7 @@ def _publish(recipe: Recipe, trainer: Trainer, target: Target, out: Path, accele
         recipe=write_recipe(recipe),
         command="jetflow train RECIPE.toml --out DIR",
         head=trainer.head_config,
-        num_parameters=sum(weight.numel() for weight in trainer.finished_head().parameters()),
+        num_parameters=sum(weight.numel() for weight in trainer.head.parameters()),
         num_steps=trainer.step,
         num_tokens=steps[-1]["tokens_seen"],
         seconds=sum(one["seconds"] for one in steps),

@@ -31,8 +31,8 @@ class ParallelDrafter:
             embedding then costs R / V as much, and the text stays the same; all tokens when absent.
 
     Raises:
-        ValueError: head and target differ in vocabulary, width, layers, dtype or device, `width` is below 1, or
-            `vocabulary` is not made of different tokens of the target.
+        ValueError: head and target differ in vocabulary, width, layers, dtype or device, `width` is below 1, `expander` has
+            a shape deeper than the head drafts, or `vocabulary` is not made of different tokens of the target.
 
     Example:
         >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
@@ -50,6 +50,12 @@ class ParallelDrafter:
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         _check_match(head, target)
+        depth = getattr(expander, "depth", 0)
+        if depth > head.config.block_size - 1:
+            raise ValueError(
+                f"expander asks for {depth} levels, but a head of block_size={head.config.block_size} drafts "
+                f"{head.config.block_size - 1}"
+            )
         self.taps = head.config.taps
         self._head = head
         self._target = target

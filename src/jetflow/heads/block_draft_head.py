@@ -9,6 +9,7 @@ Dimension key: B batch, T block positions, Q queries, S context, k taps, Ht targ
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -226,7 +227,13 @@ class BlockDraftHead(nn.Module):
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     if mask is None or isinstance(mask, Tensor):
         return tree_attention(queries, keys, values, mask)
+    return _flex_attention(queries.device.type)(queries, keys, values, block_mask=mask, enable_gqa=True)
+
+
+@cache
+def _flex_attention(device_type: str) -> Any:
+    """FlexAttention, compiled where there is a GPU: uncompiled it makes the whole matrix of scores."""
     # Loaded here because it brings in torch.compile, which takes seconds.
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention

@@ -1,5 +1,7 @@
 """Training of draft heads, from prompts to a published head. Import what else you need from its module."""
 
+from typing import Any
+
 from jetflow.training.anchors import sample_anchors, supervised_slots
 from jetflow.training.step import Batch, StepOutput, StepSettings, TeacherStates, block_loss, draft_loss
 
@@ -8,8 +10,18 @@ __all__ = [
     "StepOutput",
     "StepSettings",
     "TeacherStates",
+    "Trainer",
     "block_loss",
     "draft_loss",
     "sample_anchors",
     "supervised_slots",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        # Loaded when used: it needs accelerate, which the training step does not.
+        from jetflow.training.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'jetflow.training' has no attribute {name!r}")

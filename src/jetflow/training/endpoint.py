@@ -51,6 +51,7 @@ class EndpointAnswerer:
         except ImportError as error:
             raise ValueError("answers from an endpoint need the openai package: pip install 'jetflow[train]'") from error
         self._make_client = lambda: openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=max_retries, timeout=timeout)
+        self._url = url
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
@@ -60,14 +61,14 @@ class EndpointAnswerer:
         """Yields each job with its answered conversation, as answers come in.
 
         Raises:
-            openai.OpenAIError: a request failed for good.
+            OSError: a request failed for good.
         """
         results: queue.Queue[tuple[Job, Answered] | BaseException | None] = queue.Queue()
         thread = threading.Thread(target=lambda: asyncio.run(self._ask_all(jobs, results)), daemon=True)
         thread.start()
         while (item := results.get()) is not None:
             if isinstance(item, BaseException):
-                raise item
+                raise OSError(f"the endpoint {self._url} failed for good ({item}); what is written stays") from item
             yield item
         thread.join()
 

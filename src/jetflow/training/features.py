@@ -127,8 +127,8 @@ class FeatureStore:
         """Returns the states [B, S, ...] of a batch, zeros in padding, in the target's dtype and on its device."""
         parts = [self._row(documents, anchored.batch.token_ids.shape[1]) for documents in anchored.documents]
         features, final = (torch.stack(one) for one in zip(*parts, strict=True))
-        place = {"device": self._target.device, "dtype": self._target.dtype}
-        return TeacherStates(features.to(**place), final.to(**place))
+        device, dtype = self._target.device, self._target.dtype
+        return TeacherStates(features.to(device, dtype), final.to(device, dtype))
 
     def _row(self, documents: Sequence[tuple[int, int, int]], length: int) -> tuple[Tensor, Tensor]:
         pieces: list[list[Tensor]] = [[], []]

@@ -119,17 +119,18 @@ def _card(facts: RunFacts, result: Mapping[str, Any]) -> str:
     rows = "\n".join(f"| {one.budget} | {'-' if one.tau is None else f'{one.tau:.2f}'} |" for one in facts.taus)
     data = "\n".join(f"- `{name}`: sha256 `{digest[:16]}...`" for name, digest in facts.data.items())
     kind = "causal" if facts.head.causal else "bidirectional"
+    size, head = f"{facts.num_parameters / 1e6:.1f} million parameters", facts.head
+    tokens, hours = f"{facts.num_tokens / 1e6:.2f} million tokens", f"{facts.seconds / 3600:.1f} hours"
     return f"""# A JetFlow draft head for {facts.target}
 
-{facts.num_parameters / 1e6:.1f} million parameters, {facts.head.num_layers} layers, block size {facts.head.block_size}, {kind} in the block,
-weights in bfloat16. It holds nothing of the target and works with its very weights only (fingerprint
-`{facts.fingerprint}`).
+{size}, {head.num_layers} layers, block size {head.block_size}, {kind} in the block, weights in bfloat16.
+It holds nothing of the target and works with its very weights only (fingerprint `{facts.fingerprint}`).
 
 ```
 {facts.command}
 ```
 
-{facts.num_steps} steps over {facts.num_tokens / 1e6:.2f} million tokens in {facts.seconds / 3600:.1f} hours, evaluations not included.
+{facts.num_steps} steps over {tokens} in {hours}, evaluations not included.
 All settings are in `result.json`.
 
 | budget | tau, greedy, held-out prompts |

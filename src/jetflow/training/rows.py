@@ -41,7 +41,9 @@ class AnchoredBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> AnchoredBatch:
         """Returns the batch with its tensors on `device`."""
-        moved = Batch(*(None if part is None else part.to(device) for part in self.batch))
+        token_ids, loss_mask, document_ids = self.batch
+        documents = None if document_ids is None else document_ids.to(device)
+        moved = Batch(token_ids.to(device), loss_mask.to(device), documents)
         return self._replace(batch=moved, anchors=self.anchors.to(device), valid=self.valid.to(device))
 
 

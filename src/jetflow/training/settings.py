@@ -19,6 +19,8 @@ class TrainSettings:
         min_lr_ratio: share of the peak at the end.
         clip_norm: largest norm of the gradient.
         precision: `float32`, or `bfloat16` for autocast over float32 weights.
+        shard_head: shard the head over the processes (FSDP2) instead of keeping a copy on each (DDP).
+        shard_target: shard the target's layers over the processes instead of keeping a copy on each.
         activation_checkpointing: recompute each draft layer in the backward pass instead of keeping its activations.
         ema_decay: keep an average of the weights with this decay, which is what is evaluated and saved as the head.
         seed: of everything random.
@@ -37,6 +39,8 @@ class TrainSettings:
     min_lr_ratio: float = 0.0
     clip_norm: float = 1.0
     precision: str = "bfloat16"
+    shard_head: bool = False
+    shard_target: bool = False
     activation_checkpointing: bool = False
     ema_decay: float | None = None
     seed: int = 0

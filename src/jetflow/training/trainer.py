@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,7 @@ from jetflow.training.checkpoints import last_checkpoint, load_checkpoint, save_
 from jetflow.training.optimizers import adamw
 from jetflow.training.rows import AnchoredBatch, TrainingRows
 from jetflow.training.settings import StepReport, TrainSettings
+from jetflow.training.sharding import shard_head, shard_target
 from jetflow.training.step import StepOutput, StepSettings, TeacherStates, block_loss
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -40,7 +41,7 @@ LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
 StateSource = Callable[[AnchoredBatch], TeacherStates]
 
 
-class NonFiniteLoss(ValueError):
+class NonFiniteLossError(ValueError):
     """The loss was NaN or infinite; the batch behind it lies in the file that the message names."""
 
 
@@ -66,7 +67,7 @@ class Trainer:
         stopped: whether the run was asked to stop and did so before its end.
 
     Raises:
-        ValueError: the head's weights are not float32.
+        ValueError: the head's weights are not float32, or sharding is asked for without several processes.
     """
 
     def __init__(
@@ -92,8 +93,13 @@ class Trainer:
         self.states, self.on_evaluation, self.on_step = states, on_evaluation, on_step
         head.train()
         head.activation_checkpointing = settings.activation_checkpointing
-        self.head = self.accelerator.prepare_model(head)
-        if self.head is not head:
+        if settings.shard_target:
+            shard_target(target)
+        self.head: Any = head
+        if settings.shard_head:
+            shard_head(head)
+        else:
+            self.head = self.accelerator.prepare_model(head)
             # A wrapper hands calls on, but no attributes.
             self.head.config = head.config
         make = make_optimizers or adamw
@@ -120,7 +126,7 @@ class Trainer:
         """Trains to the end, or until SIGTERM; saves checkpoints on the way and at the end.
 
         Raises:
-            NonFiniteLoss: the loss is NaN or infinite.
+            NonFiniteLossError: the loss is NaN or infinite.
             OSError: a checkpoint cannot be written.
         """
         with self._listen():
@@ -151,21 +157,26 @@ class Trainer:
     def evaluate(self) -> None:
         """Hands the head to `on_evaluation`, on the first process, in evaluation mode."""
         head = self.finished_head()
-        if self.on_evaluation and self.accelerator.is_main_process:
+        if head is not None and self.on_evaluation:
             self.on_evaluation(self.step, head)
         self.accelerator.wait_for_everyone()
 
-    def finished_head(self, dtype: torch.dtype | None = None) -> BlockDraftHead:
-        """Returns a copy of the head, averaged weights where there are some, in the target's dtype unless told otherwise."""
-        weights = self._weights() if self._average is None else self._average
+    def finished_head(self, dtype: torch.dtype | None = None) -> BlockDraftHead | None:
+        """Returns a copy of the head, averaged weights where there are some; None but on the first process.
+
+        All processes must call it. The copy has the target's dtype unless told otherwise.
+        """
+        weights = self._weights()
+        if not self.accelerator.is_main_process:
+            return None
         copy = BlockDraftHead(self.head_config)
-        copy.load_state_dict(weights)
+        copy.load_state_dict(weights if self._average is None else self._average)
         return copy.to(self.target.device, dtype or self.target.dtype).eval()
 
     def save_head(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Writes the head in the public format."""
+        """Writes the head in the public format; all processes must call it."""
         head = self.finished_head(dtype)
-        if self.accelerator.is_main_process:
+        if head is not None:
             save_head(head, folder)
 
     @property
@@ -262,7 +273,9 @@ class Trainer:
         )
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in get_model_state_dict(self.head, options=FULL).items()}
+        """All weights on the first process, nothing on the others."""
+        weights = cast(dict[str, Tensor], get_model_state_dict(self.head, options=FULL))
+        return {name: value.clone() for name, value in weights.items()}
 
     def _check_finite(self, out: StepOutput, anchored: AnchoredBatch) -> None:
         if bool(torch.isfinite(out.loss)):
@@ -270,7 +283,7 @@ class Trainer:
         path = self.folder / f"nonfinite-step-{self.step + 1}-rank-{self.accelerator.process_index}.pt"
         batch = anchored.to("cpu")
         torch.save({"batch": batch.batch._asdict(), "anchors": batch.anchors, "valid": batch.valid}, path)
-        raise NonFiniteLoss(f"the loss of step {self.step + 1} is {out.loss.item()}; its batch is saved in {path}")
+        raise NonFiniteLossError(f"the loss of step {self.step + 1} is {out.loss.item()}; its batch is saved in {path}")
 
     @contextmanager
     def _listen(self) -> Iterator[None]:

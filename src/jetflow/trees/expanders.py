@@ -185,6 +185,9 @@ class FixedShape:
         parents: parent of each node, -1 for node 0, parents first.
         ranks: rank of each node among its parent's candidates; that of the root is not read.
 
+    Attributes:
+        depth: the deepest level of the shape; a drafter that cannot draft that deep refuses it.
+
     Raises:
         ValueError: the lists differ in length, a parent does not come before its child, a rank is negative, or two
             nodes are the same child.
@@ -202,6 +205,7 @@ class FixedShape:
         checked = TokenTree.from_parents([list(ranks)], [list(parents)])
         self._parents, self._ranks = list(parents), list(ranks)
         self._depths: list[int] = checked.depths[0].tolist()
+        self.depth = max(self._depths)
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
         """Builds trees of this shape, cut to its first `budget` nodes.
