@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,8 @@ class Target:
         model: decoder-only model with attention layers only. Its config, mode and gradients flags are left as they are.
         tokenizer: needed for text prompts and text results only.
         attention: transformers' attention implementation for prefill and plain passes (`"sdpa"`, `"eager"`,
-            `"flash_attention_2"`); the model's own when absent. Tree passes use jetflow's.
+            `"flash_attention_2"`); the model's own when absent. Tree passes use jetflow's, in plain PyTorch, or its Triton
+            kernel with `"triton"`; prompts then run through the model's own.
 
     Raises:
         ValueError: the model is recurrent, hybrid, an encoder-decoder or split over devices, uses a setting that tree
@@ -54,7 +56,11 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.attention = _checked_attention(attention) if attention else self.config._attn_implementation
+        own = self.config._attn_implementation
+        if attention == "triton" and find_spec("triton") is None:
+            raise ValueError("attention='triton' needs the triton package: pip install 'jetflow[triton]'")
+        self.tree_kernel = "triton" if attention == "triton" else "torch"
+        self.attention = _checked_attention(attention) if attention not in (None, "triton") else own
         self.decoder = model.get_decoder()
         self._input_weight = cast(Tensor, model.get_input_embeddings().weight)
         parameters = inspect.signature(model.forward).parameters
@@ -82,7 +88,9 @@ class Target:
             OSError: nothing loadable is found under the name.
         """
         model = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=dtype or "auto", attn_implementation=_checked_attention(attention)
+            name_or_path,
+            dtype=dtype or "auto",
+            attn_implementation="sdpa" if attention == "triton" else _checked_attention(attention),
         )
         try:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -274,7 +282,7 @@ def _checked_attention(attention: str) -> str:
             f"attention={attention!r} needs the flash-attn package and a CUDA device: pip install 'jetflow[flash-attn]'"
         )
     if attention != "eager" and attention not in ALL_ATTENTION_FUNCTIONS:
-        known = ", ".join(sorted(["eager", *ALL_ATTENTION_FUNCTIONS]))
+        known = ", ".join(sorted(["eager", "triton", *ALL_ATTENTION_FUNCTIONS]))
         raise ValueError(f"attention={attention!r} must be one of {known}")
     return attention
 

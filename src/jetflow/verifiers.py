@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 
 from jetflow import masks
 from jetflow.caches import TreeCache
+from jetflow.kernels.ancestors import pack_ancestors
+from jetflow.kernels.masked_attention import masked_attention
 from jetflow.kernels.tree_attention import tree_attention
 from jetflow.protocols import Acceptance, TargetOutput
 from jetflow.targets import Target
@@ -31,6 +33,20 @@ class TreeStep:
     tree: TokenTree
     prefix_lens: Tensor
     num_slots: int
+    kernel: str
+
+    @cached_property
+    def packed(self) -> dict[str, Any]:
+        """What the kernel needs besides queries, keys and values; every row has all nodes of the batch's width."""
+        tree, device = self.tree, self.tree.tokens.device
+        return {
+            "bits": pack_ancestors(tree.parents).flatten(0, 1),
+            "row_starts": torch.arange(tree.batch_size + 1, device=device, dtype=torch.int32) * tree.max_nodes,
+            "prefix_lens": self.prefix_lens.int(),
+            "depths": tree.depths.flatten().int(),
+            "max_nodes": tree.max_nodes,
+            "max_prefix": self.num_slots - tree.max_nodes,
+        }
 
     @cached_property
     def _masks(self) -> dict[int | None, Tensor | None]:
@@ -67,7 +83,11 @@ def _tree_attention_layer(
     """Attention of one layer in a tree pass, in the form that transformers calls."""
     if softcap is not None or s_aux is not None:
         raise ValueError("attention with soft-capping or sinks is not supported in tree passes")
-    out = tree_attention(query, key, value, tree_step.mask(sliding_window), scale=scaling)
+    if tree_step.kernel == "triton":
+        nodes = query.transpose(1, 2)
+        out, _ = tree_attention(nodes.flatten(0, 1), key, value, **tree_step.packed, scale=scaling, window=sliding_window)
+        return out.view_as(nodes), None
+    out = masked_attention(query, key, value, tree_step.mask(sliding_window), scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -151,7 +171,7 @@ class TreeVerifier:
             raise ValueError(f"tree has {tree.batch_size} rows, but {len(cache.lengths)} prompts were prefilled")
         cache.reserve(tree.max_nodes)
         prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
-        step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes)
+        step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, self._target.tree_kernel)
         logits, features = self._target.forward(
             tree.tokens,
             taps=self._taps,

@@ -1,33 +1,231 @@
+"""Tree attention: the twin against plain loops, the Triton kernel under the interpreter against the twin."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from jetflow.kernels.tree_attention import tree_attention
+from jetflow.kernels.ancestors import pack_ancestors, unpack_bits
+from jetflow.kernels.tree_attention import tree_attention, tree_attention_reference
 
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 7])
-@pytest.mark.parametrize("nodes", [1, 5, 17])
-@pytest.mark.parametrize("head_dim", [8, 24, 80])
-def test_equals_attention_written_out(groups, nodes, head_dim):
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(2, 11, 2, head_dim, generator=generator).transpose(1, 2) for _ in range(2))
-    queries = torch.randn(2, 2 * groups, nodes, head_dim, generator=generator)
-    mask = torch.rand(2, 1, nodes, 11, generator=generator) < 0.5
-    mask[..., 0] = True
-    for used, scale in ((mask, None), (None, 0.3)):
-        out = tree_attention(queries, keys, values, used, scale=scale)
-        for head in range(2 * groups):
-            scores = queries[:, head] @ keys[:, head // groups].transpose(1, 2) * (scale or head_dim**-0.5)
-            if used is not None:
-                scores = scores.masked_fill(~used[:, 0], float("-inf"))
-            expected = scores.softmax(-1) @ values[:, head // groups]
-            torch.testing.assert_close(out[:, head], expected, atol=TOLERANCE, rtol=0)
+def random_tree(nodes, generator):
+    parents = torch.full((1, nodes), -1)
+    for node in range(1, nodes):
+        parents[0, node] = int(torch.randint(node, (1,), generator=generator))
+    depths = torch.zeros(nodes, dtype=torch.int32)
+    for node in range(1, nodes):
+        depths[node] = depths[parents[0, node]] + 1
+    return pack_ancestors(parents)[0], depths
 
 
-def test_masks_that_are_not_bool_and_odd_groups_are_refused():
-    q, kv = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="mask must be bool"):
-        tree_attention(q, kv, kv, torch.ones(1, 1, 2, 3))
-    with pytest.raises(ValueError, match="must be a multiple"):
-        tree_attention(q[:, :3], kv, kv, None)
+def make_case(sizes, prefixes, *, heads=(4, 2), head_dim=16, dtype=torch.float32, page_size=None, spare=float("nan"), seed=0):
+    """Trees of these sizes behind these prefixes; unused memory holds `spare`."""
+    generator = torch.Generator().manual_seed(seed)
+    query_heads, key_heads = heads
+    words = -(-max(sizes) // 64)
+    trees = [random_tree(size, generator) for size in sizes]
+    bits = torch.cat([torch.nn.functional.pad(one, (0, words - one.shape[1])) for one, _ in trees]).contiguous()
+    depths = torch.cat([one for _, one in trees])
+    query = torch.randn(sum(sizes), query_heads, head_dim, generator=generator).to(dtype)
+    room = max(prefix + size for prefix, size in zip(prefixes, sizes, strict=True)) + 5
+    memory = torch.full((2, len(sizes), key_heads, room, head_dim), spare, dtype=dtype)
+    for row, (prefix, size) in enumerate(zip(prefixes, sizes, strict=True)):
+        used = torch.randn(2, key_heads, prefix + size, head_dim, generator=generator).to(dtype)
+        memory[:, row, :, : prefix + size] = used
+    starts = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32)
+    given = {"max_nodes": max(sizes), "max_prefix": max(prefixes)}
+    key, value = memory
+    if page_size is not None:
+        key, value, given["block_table"] = paged(memory, page_size, generator, spare)
+    return (query, key, value, bits, starts, torch.tensor(prefixes, dtype=torch.int32), depths), given
+
+
+def paged(memory, page_size, generator, spare):
+    """Spreads contiguous memory [2, B, Hk, S, D] over shuffled pages."""
+    _, rows, heads, room, head_dim = memory.shape
+    per_row = -(-room // page_size)
+    order = torch.randperm(rows * per_row + 3, generator=generator)[: rows * per_row].view(rows, per_row)
+    pages = torch.full((2, rows * per_row + 3, page_size, heads, head_dim), spare, dtype=memory.dtype)
+    for row in range(rows):
+        for place in range(per_row):
+            part = memory[:, row, :, place * page_size : (place + 1) * page_size]
+            pages[:, order[row, place], : part.shape[2]] = part.transpose(1, 2)
+    return pages[0], pages[1], order.int()
+
+
+SETTINGS = [{}, {"scale": 0.3}, {"window": 3}, {"window": 40}, {"softcap": 5.0}, {"window": 7, "softcap": 2.0}]
+cases = pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: ",".join(f"{k}={v}" for k, v in one.items()) or "plain")
+
+
+@cases
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_twin_equals_attention_written_out(settings, page_size):
+    arguments, given = make_case([5, 1, 9], [7, 0, 30], page_size=page_size)
+    out, lse = tree_attention_reference(*arguments, **given, **settings)
+    plain, _ = make_case([5, 1, 9], [7, 0, 30])
+    query, key, value, bits, starts, prefixes, depths = plain
+    scale, window, softcap = (settings.get(name) for name in ("scale", "window", "softcap"))
+    for row, prefix in enumerate(prefixes.tolist()):
+        for node in range(int(starts[row]), int(starts[row + 1])):
+            own = prefix + int(depths[node])
+            seen = [s for s in range(prefix) if window is None or s > own - window]
+            for j in range(int(starts[row + 1] - starts[row])):
+                position = prefix + int(depths[starts[row] + j])
+                if bits[node, j // 64] >> (j % 64) & 1 and (window is None or position > own - window):
+                    seen.append(prefix + j)
+            for head in range(4):
+                logits = key[row, head // 2, seen] @ query[node, head] * (scale or 16**-0.5)
+                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+                torch.testing.assert_close(lse[node, head], logits.logsumexp(0), atol=TOLERANCE, rtol=0)
+                expected = logits.softmax(0) @ value[row, head // 2, seen]
+                torch.testing.assert_close(out[node, head], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, g: a.__setitem__(0, a[0][:, :3]), r"query heads \(3\) must be a multiple of key-value heads \(2\)"),
+        (lambda a, g: a.__setitem__(2, a[2][..., :8]), "key and value must share one shape ending in D=16"),
+        (lambda a, g: a.__setitem__(2, a[2].half()), "must be of one float dtype"),
+        (lambda a, g: a.__setitem__(3, a[3].int()), r"bits must be contiguous int64 \[6, W\]"),
+        (lambda a, g: a.__setitem__(4, a[4].long()), r"row_starts must be int32 \[3\]"),
+        (lambda a, g: g.update(max_nodes=70), "max_nodes=70 must be in"),
+        (lambda a, g: g.update(window=0), "window must be at least 1, got 0"),
+        (lambda a, g: g.update(softcap=0.0), "softcap must be above 0, got 0.0"),
+        (lambda a, g: a.__setitem__(1, a[1][:1]), "key and value must share one shape"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    arguments, given = make_case([5, 1], [7, 0])
+    arguments = list(arguments)
+    change(arguments, given)
+    with pytest.raises(ValueError, match=message):
+        tree_attention_reference(*arguments, **given)
+
+
+# The interpreter is chosen when triton is first imported, so these run in a process of their own.
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
+)
+KERNEL_CASES = {
+    "one node, no prefix": {"sizes": [1], "prefixes": [0]},
+    "odd sizes": {"sizes": [5, 1, 9], "prefixes": [7, 0, 130]},
+    "more nodes than a word": {"sizes": [70, 3], "prefixes": [64, 65]},
+    "several splits": {"sizes": [4, 9], "prefixes": [2100, 1024]},
+    "one head per key": {"sizes": [6], "prefixes": [20], "heads": (3, 3)},
+    "three heads per key": {"sizes": [6, 2], "prefixes": [20, 3], "heads": (9, 3), "head_dim": 64},
+    "head dimension 24": {"sizes": [6], "prefixes": [20], "head_dim": 24},
+    "head dimension 80": {"sizes": [6], "prefixes": [70], "head_dim": 80},
+    "head dimension 256": {"sizes": [3], "prefixes": [70], "head_dim": 256},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 256])
+def test_kernel_equals_the_twin(name, dtype, page_size):
+    if page_size not in (None, 16) and name not in ("odd sizes", "more nodes than a word"):
+        pytest.skip("page sizes are tested on two shapes")
+    arguments, given = make_case(**KERNEL_CASES[name], dtype=dtype, page_size=page_size)
+    check(arguments, given, {})
+
+
+@interpreted
+@cases
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_kernel_honours_every_setting(settings, page_size):
+    arguments, given = make_case([5, 1, 70], [7, 0, 1100], page_size=page_size)
+    check(arguments, given, settings)
+
+
+@interpreted
+def test_any_strides():
+    arguments, given = make_case([5, 3], [7, 20])
+    query, key, value, *rest = arguments
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)
+    key = key.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    value = torch.stack([value, value], dim=-1)[..., 0]
+    check((query, key, value, *rest), given, {})
+
+
+@interpreted
+def test_a_node_that_sees_nothing_gets_zeros():
+    arguments, given = make_case([3], [0])
+    arguments[3][1] = 0
+    out, lse = tree_attention(*arguments, **given)
+    assert not out[1].any()
+    assert (lse[1] == float("-inf")).all()
+    check(arguments, given, {})
+
+
+@interpreted
+def test_a_row_does_not_depend_on_its_neighbours():
+    arguments, given = make_case([9, 4], [1500, 40])
+    both, _ = tree_attention(*arguments, **given)
+    query, key, value, bits, _, prefixes, depths = arguments
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    alone, _ = tree_attention(
+        query[9:], key[1:], value[1:], bits[9:], starts, prefixes[1:], depths[9:], max_nodes=9, max_prefix=1500
+    )
+    assert torch.equal(both[9:], alone)
+
+
+def check(arguments, given, settings):
+    """The kernel may be at most twice as wrong as PyTorch's own attention in the same precision."""
+    out, lse = tree_attention(*arguments, **given, **settings)
+    exact = [one.float() if one.is_floating_point() else one for one in arguments]
+    expected, expected_lse = tree_attention_reference(*exact, **given, **settings)
+    assert not out.isnan().any()
+    allowed = 2 * sdpa_error(arguments, given, settings) + 1e-6
+    assert (out.float() - expected).abs().max() <= allowed
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3 if out.dtype == torch.float16 else TOLERANCE, rtol=1e-4)
+
+
+def sdpa_error(arguments, given, settings):
+    """Error of scaled_dot_product_attention in the dtype of the case against float32, where it can compute the case."""
+    query, key, value, bits, starts, prefixes, _ = arguments
+    floor = 1e-5 if query.dtype == torch.float32 else 2e-3
+    if settings.get("window") or settings.get("softcap") or "block_table" in given:
+        return floor
+    worst = floor
+    for row, prefix in enumerate(prefixes.tolist()):
+        first, last = int(starts[row]), int(starts[row + 1])
+        group = query.shape[1] // key.shape[1]
+        keys, values = (one[row, :, : prefix + last - first].repeat_interleave(group, 0) for one in (key, value))
+        seen = torch.cat([torch.ones(last - first, prefix, dtype=torch.bool), unpack_bits(bits[first:last], last - first)], 1)
+        results = [
+            scaled_dot_product_attention(
+                query[first:last].transpose(0, 1).to(kind), keys.to(kind), values.to(kind), attn_mask=seen,
+                scale=settings.get("scale"),
+            )
+            for kind in (query.dtype, torch.float32)
+        ]  # fmt: skip
+        worst = max(worst, (results[0].float() - results[1]).abs().nan_to_num().max().item())
+    return worst
+
+
+def test_kernels_under_the_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("this is the process that has the interpreter")
+    pytest.importorskip("triton", reason="kernels need triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        str(Path(__file__)),
+        "-k",
+        "kernel or strides or nothing or neighbours",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
 from jetflow.heads.rope import RotaryEmbedding, rotate
-from jetflow.kernels.tree_attention import tree_attention
+from jetflow.kernels.masked_attention import masked_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -226,7 +226,7 @@ class BlockDraftHead(nn.Module):
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     if mask is None or isinstance(mask, Tensor):
-        return tree_attention(queries, keys, values, mask)
+        return masked_attention(queries, keys, values, mask)
     return _flex_attention(queries.device.type)(queries, keys, values, block_mask=mask, enable_gqa=True)
 
 

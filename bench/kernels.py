@@ -1,0 +1,108 @@
+"""Question: do the kernels compile for GPUs that are not here, without spills and within each chip's shared memory?
+
+    python -m bench.kernels --compile-only        (a few minutes; --quick: one shape per chip)
+
+Compiles the tree attention kernel for sm_80, sm_90 and sm_100 at real shapes and prints registers, spills, shared memory,
+how many programs of a kernel fit on one multiprocessor, and whether Hopper's wgmma is used.
+"""
+
+import argparse
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jetflow.kernels.tree_attention_triton import SPLIT, _attend, tile_sizes
+
+# Shared memory that one program may use, that of a multiprocessor, and its registers (NVIDIA's tables of compute capabilities).
+CHIPS = {80: (163 * 1024, 164 * 1024, 65536), 90: (227 * 1024, 228 * 1024, 65536), 100: (227 * 1024, 228 * 1024, 65536)}
+MODELS = {"Qwen3-8B": (32, 8, 128), "Qwen3-30B-A3B": (32, 4, 128), "SmolLM2-135M": (9, 3, 64)}
+NODES = (16, 64, 256)
+
+
+class Compiled(NamedTuple):
+    """What a compiled kernel uses."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    programs_per_multiprocessor: int
+    uses_wgmma: bool
+
+
+def compile_attention(chip: int, heads: tuple[int, int, int], nodes: int, dtype: str, page_size: int) -> Compiled:
+    """Compiles the attention kernel for one chip and shape."""
+    query_heads, key_heads, head_dim = heads
+    group = query_heads // key_heads
+    tiles = tile_sizes(nodes, group, head_dim)
+    constants = {
+        "G": group, "D": head_dim, "WORDS": -(-nodes // 64), "PAGE": page_size, "SPLIT": SPLIT, "BLOCK_M": tiles.block_m,
+        "BLOCK_S": tiles.block_s, "BLOCK_D": tiles.block_d, "WINDOW": False, "SOFTCAP": False, "WIDE": False,
+    }  # fmt: skip
+    pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "bits_ptr": "i64", "starts_ptr": "i32", "prefix_ptr": "i32"}
+    pointers |= {"depth_ptr": "i32", "table_ptr": "i32", "out_ptr": "fp32", "lse_ptr": "fp32"}
+    floats = ("scale", "softcap")
+    signature = {}
+    for name in _attend.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in pointers:
+            signature[name] = f"*{pointers[name]}"
+        else:
+            signature[name] = "fp32" if name in floats else "i32"
+    # As at run time: memory is aligned to 16 bytes, and the last axis has stride 1.
+    constants |= {"q_d": 1, "k_d": 1, "v_d": 1}
+    for name in ("q_d", "k_d", "v_d"):
+        signature[name] = "constexpr"
+    attributes = {(_attend.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(_attend, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options={"num_warps": tiles.num_warps})
+    registers, spilled = resources(compiled.asm["cubin"])
+    program, multiprocessor, file = CHIPS[chip]
+    shared = compiled.metadata.shared
+    assert shared <= program, f"sm_{chip}: {shared} bytes of shared memory, {program} allowed"
+    threads = 32 * tiles.num_warps
+    fits = min(file // (registers * threads), multiprocessor // max(shared, 1), 2048 // threads)
+    return Compiled(registers, spilled, shared, fits, "wgmma" in compiled.asm["ptx"])
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and spilled bytes (local memory) of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", report).group(1)) for name in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile-only", action="store_true", required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    table = Table("chip", "model", "nodes", "memory", "registers", "spilled", "shared KiB", "programs per SM", "wgmma")
+    for chip in CHIPS:
+        for model, heads in list(MODELS.items())[: 1 if args.quick else None]:
+            for nodes in NODES[-1:] if args.quick else NODES:
+                for page_size in (0, 16):
+                    found = compile_attention(chip, heads, nodes, "bf16", page_size)
+                    memory = "contiguous" if page_size == 0 else f"pages of {page_size}"
+                    numbers = (found.registers, found.spilled_bytes, f"{found.shared_bytes / 1024:.0f}")
+                    last = (found.programs_per_multiprocessor, "yes" if found.uses_wgmma else "no")
+                    table.add_row(f"sm_{chip}", model, str(nodes), memory, *map(str, numbers + last))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Whole generations with `attention="triton"`, under the interpreter in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model, plain_greedy
+from test_decoding import ScriptedDrafter
+
+from jetflow import ParallelDrafter, SpeculativeDecoder, Target, load_head
+from jetflow.drafters.prompt_lookup import PromptLookupDrafter
+
+PAIR = Path(__file__).parents[1] / "models" / "tiny"
+PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter")
+
+
+@interpreted
+def test_text_is_that_of_plain_decoding(model):
+    target = Target(model, attention="triton")
+    result = SpeculativeDecoder(target, PromptLookupDrafter(), budget=7).generate(PROMPT, max_new_tokens=12)
+    assert result.token_ids == plain_greedy(model, PROMPT, 12)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["perfect", "random", "second_child"])
+def test_scripted_drafts_change_no_text(kind):
+    model = make_model("qwen3")
+    expected = plain_greedy(model, PROMPT, 12)
+    drafter = ScriptedDrafter(kind, expected, len(PROMPT))
+    result = SpeculativeDecoder(Target(model, attention="triton"), drafter, budget=7).generate(PROMPT, max_new_tokens=12)
+    assert result.token_ids == expected
+
+
+@interpreted
+def test_two_decoders_in_one_process_do_not_disturb_each_other():
+    model = make_model("qwen3")
+    decoders = [
+        SpeculativeDecoder(Target(model, attention=kind), PromptLookupDrafter(), budget=7) for kind in ("triton", "sdpa")
+    ]
+    expected = plain_greedy(model, PROMPT, 8)
+    for decoder in (*decoders, *decoders):
+        assert decoder.generate(PROMPT, max_new_tokens=8).token_ids == expected
+
+
+@interpreted
+def test_trained_pair_writes_the_same_text():
+    prompt = json.loads((PAIR / "heldout.jsonl").read_text().split("\n")[0])["prompt"]
+    results = []
+    for kind in ("triton", "sdpa"):
+        target = Target.from_pretrained(str(PAIR / "target"), dtype=torch.float32, attention=kind)
+        drafter = ParallelDrafter(load_head(PAIR / "head", dtype=torch.float32), target)
+        results.append(SpeculativeDecoder(target, drafter, budget=16).generate(target.chat_ids(prompt), max_new_tokens=24))
+    assert results[0].token_ids == results[1].token_ids
+    assert [one.num_accepted for one in results[0].rounds] == [one.num_accepted for one in results[1].rounds]
+
+
+def test_generations_under_the_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("this is the process that has the interpreter")
+    pytest.importorskip("triton", reason="kernels need triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__)), "-k", "not under_the_interpreter"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout or done.stdout.strip().startswith(".")
+
+
+def test_missing_triton_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("jetflow.targets.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"attention='triton' needs the triton package: pip install 'jetflow\[triton\]'"):
+        Target(make_model("qwen3"), attention="triton")
