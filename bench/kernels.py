@@ -19,7 +19,8 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jetflow.kernels.tree_attention_triton import SPLIT, _attend, tile_sizes
+from jetflow.kernels.tree_attention import SPLIT
+from jetflow.kernels.tree_attention_triton import _attend, tile_sizes
 
 # Shared memory that one program may use, that of a multiprocessor, and its registers (NVIDIA's tables of compute capabilities).
 CHIPS = {80: (163 * 1024, 164 * 1024, 65536), 90: (227 * 1024, 228 * 1024, 65536), 100: (227 * 1024, 228 * 1024, 65536)}

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jetflow import ParallelDrafter, PromptLookupDrafter, SpeculativeDecoder, Target, load_head
+from jetflow.heads.checkpoint import load_frequent_tokens
 
 HF_LOOKUP_TOKENS, LOOKUP_BUDGET = 10, 16
 PLAIN = "jetflow autoregressive"
@@ -64,7 +65,8 @@ def methods(target: Target, args: argparse.Namespace, *, peers: bool) -> dict[st
         found["Hugging Face prompt lookup"] = hugging_face(prompt_lookup_num_tokens=HF_LOOKUP_TOKENS)
     found["jetflow prompt lookup"] = jetflow(PromptLookupDrafter(), LOOKUP_BUDGET)
     if args.head:
-        drafter = ParallelDrafter(load_head(args.head, dtype=target.dtype), target)
+        vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
+        drafter = ParallelDrafter(load_head(args.head, dtype=target.dtype), target, vocabulary=vocabulary)
         for budget in args.budgets if peers else args.budgets[-1:]:
             found[f"jetflow head, budget {budget}"] = jetflow(drafter, budget)
     return found
@@ -125,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--head")
+    parser.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument(
         "--skip", type=int, default=0, help="lines of each file to leave out, such as those a head was tuned on"

@@ -16,7 +16,9 @@ from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 
 PAIR = Path(__file__).parents[1] / "models" / "tiny"
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
+)
 
 
 @interpreted

@@ -136,12 +136,28 @@ def test_warm_start_from_a_head_that_exists(tmp_path, answers):
     assert (head.config.block_size, head.config.num_layers, head.config.taps) == (6, 1, (0, 2, 4))
 
 
-def test_sampled_vocabulary_muon_packing_and_average(tmp_path, answers):
+def test_sampled_vocabulary_muon_packing_and_average(tmp_path, answers, capsys):
     text = "optimizer = 'muon'\n" + RECIPE.replace("num_anchors = 8", "num_anchors = 8\nnum_frequent = 64\nnum_random = 32")
     text = text.replace("rows_per_step = 4", "rows_per_step = 4\npack = true").replace(
         "steps = 4", "steps = 4\nema_decay = 0.9"
     )
     assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 0
+    head = str(tmp_path / "run" / "head")
+    arguments = [
+        "generate",
+        "--target",
+        str(PAIR / "target"),
+        "--head",
+        head,
+        "--prompt",
+        "Hi",
+        "--chat",
+        "--max-new-tokens",
+        "4",
+    ]
+    assert main([*arguments, "--frequent-tokens", "50"]) == 0
+    assert main([*arguments, "--frequent-tokens", "65"]) == 2
+    assert "count must be in [1, 64]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ def test_one_row_counted_by_hand():
 
 def test_rows_add_up_and_splits_cost_their_parts():
     given = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    one, other = (tree_attention_cost([3], [length], **given) for length in (5, 1500))
-    both = tree_attention_cost([3, 3], [5, 1500], **given)
+    one, other = (tree_attention_cost([3], [length], **given) for length in (5, 3000))
+    both = tree_attention_cost([3, 3], [5, 3000], **given)
     assert both == Cost(one.num_bytes + other.num_bytes, one.num_flops + other.num_flops)
-    unsplit = tree_attention_cost([3], [1500], **given, split=4096)
+    unsplit = tree_attention_cost([3], [3000], **given, split=4096)
     assert other.num_bytes - unsplit.num_bytes == 2 * 2 * 3 * 4 * (8 + 1) * 4
 
 

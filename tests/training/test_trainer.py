@@ -171,6 +171,25 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path):
     assert last_checkpoint(tmp_path / "checkpoints").name == f"step-{last:08d}"
 
 
+def test_other_settings_or_data_do_not_go_on(tmp_path):
+    small_trainer(tmp_path, steps=2).run()
+    assert small_trainer(tmp_path, steps=4, evaluate_every=1, rows_per_pass=2).resume()
+    for changes, message in (
+        ({"learning_rate": 1e-3}, "was written with learning_rate 0.01, this run has 0.001"),
+        ({"rows": small_rows(rows_per_step=4)}, "was written with rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            small_trainer(tmp_path, steps=4, **changes).resume()
+
+
+def test_damaged_checkpoint_is_named(tmp_path):
+    small_trainer(tmp_path, steps=2).run()
+    file = last_checkpoint(tmp_path / "checkpoints") / "state.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"is damaged .* delete it to go on from the one before"):
+        small_trainer(tmp_path, steps=4).resume()
+
+
 def test_checkpoints_are_pruned(tmp_path):
     trainer = small_trainer(tmp_path, steps=9, checkpoint_every=2, keep_last=2)
     trainer.run()

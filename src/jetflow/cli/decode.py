@@ -51,6 +51,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--expander", choices=["best-first", "fanout", "beam", "chain"], default="best-first")
     parser.add_argument("--width", type=int, help="children per node (fanout) or nodes per level (beam)")
+    parser.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="sdpa", help="transformers' attention for the prompt")
@@ -149,14 +150,15 @@ def _decoder(args: argparse.Namespace, target: Target, acceptor: Any = None) -> 
 def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
     from jetflow.drafters.parallel import ParallelDrafter
     from jetflow.drafters.prompt_lookup import PromptLookupDrafter
-    from jetflow.heads.checkpoint import load_head
+    from jetflow.heads.checkpoint import load_frequent_tokens, load_head
 
     if args.head is None:
-        if args.expander != "best-first" or args.width is not None:
-            raise ValueError("--expander and --width shape the tree of a head; prompt lookup builds its own")
+        if args.expander != "best-first" or args.width is not None or args.frequent_tokens is not None:
+            raise ValueError("--expander, --width and --frequent-tokens are for heads; prompt lookup builds its own tree")
         return PromptLookupDrafter()
     head = load_head(args.head, dtype=target.dtype, device=args.device)
-    return ParallelDrafter(head, target, _expander(args))
+    vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(args.head, args.frequent_tokens)
+    return ParallelDrafter(head, target, _expander(args), vocabulary=vocabulary)
 
 
 def _expander(args: argparse.Namespace) -> TreeExpander:

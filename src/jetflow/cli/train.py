@@ -221,8 +221,7 @@ def _step_settings(section: LossSection, target: Target, rows: TrainingRows) -> 
         raise ValueError(f"[loss] name must be one of cross-entropy, {', '.join(known)}, got {section.name!r}")
     vocabulary = None
     if section.num_frequent is not None:
-        counts = rows.token_counts(target.vocab_size)
-        frequent = counts.argsort(descending=True, stable=True)[: section.num_frequent]
+        frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
         vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
     form = masks.block_mask if target.device.type == "cuda" else masks.dense
     return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary)
@@ -262,6 +261,7 @@ def _heldout(recipe: Recipe, target: Target) -> list[list[int]]:
 
 def _publish(recipe: Recipe, trainer: Trainer, target: Target, out: Path, accelerator: Accelerator) -> None:
     from jetflow.cli.recipe import write_recipe
+    from jetflow.heads.checkpoint import save_frequent_tokens
     from jetflow.training.evaluation import TauReport
     from jetflow.training.progress import read_metrics
     from jetflow.training.publish import RunFacts, file_sha256, write_card
@@ -288,4 +288,6 @@ def _publish(recipe: Recipe, trainer: Trainer, target: Target, out: Path, accele
         taus=[TauReport(int(budget), tau, 0, 0) for budget, tau in last.items()],
     )
     write_card(out / "head", facts, metrics)
+    if recipe.loss.num_frequent is not None:
+        save_frequent_tokens(out / "head", trainer.rows.frequent_tokens(target.vocab_size, recipe.loss.num_frequent))
     print(f"the head is in {out / 'head'}", file=sys.stderr)

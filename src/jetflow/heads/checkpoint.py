@@ -17,7 +17,7 @@ from torch import Tensor
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, FREQUENT = "model.safetensors", "model.safetensors.index.json", "frequent_tokens.json"
 # Keys of corrections and copies that other heads of this family carry, and what they are.
 FOREIGN_TENSORS = {
     "prefix_gru": "Domino's recurrent correction",
@@ -67,6 +67,27 @@ def save_head(head: BlockDraftHead, directory: str | Path) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     settings = write_config(head.config, head.fc.weight.dtype)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def save_frequent_tokens(directory: str | Path, token_ids: Tensor) -> None:
+    """Writes token ids, most frequent first, beside a head, for `ParallelDrafter(vocabulary=...)`."""
+    (Path(directory) / FREQUENT).write_text(json.dumps(token_ids.tolist()) + "\n")
+
+
+def load_frequent_tokens(name_or_path: str | Path, count: int) -> Tensor:
+    """Returns the `count` most frequent tokens of the data that a head learned from, int64 [count].
+
+    Raises:
+        ValueError: the head comes without such a list, or `count` is below 1 or above its length.
+        OSError: nothing is found under the name.
+    """
+    folder = _folder(str(name_or_path))
+    if not (folder / FREQUENT).exists():
+        raise ValueError(f"{folder} holds no {FREQUENT}; the head then drafts from the whole vocabulary")
+    token_ids = json.loads((folder / FREQUENT).read_text())
+    if not 1 <= count <= len(token_ids):
+        raise ValueError(f"count must be in [1, {len(token_ids)}], the length of {FREQUENT}, got {count}")
+    return torch.tensor(token_ids[:count])
 
 
 def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jetflow.kernels.tree_attention import SPLIT
+
 
 class Cost(NamedTuple):
     """Bytes read and written once, and floating-point operations."""
@@ -25,7 +27,7 @@ def tree_attention_cost(
     num_kv_heads: int,
     head_dim: int,
     element_size: int = 2,
-    split: int = 1024,
+    split: int = SPLIT,
 ) -> Cost:
     """Cost of one layer's tree attention.
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from jetflow.kernels.ancestors import unpack_bits
 
 MAX_HEAD_DIM, MAX_NODES = 256, 1024
+# Prefix keys per split of the Triton kernel: short enough to fill a GPU at one row, long enough that joining is cheap.
+SPLIT = 2048
 
 
 def tree_attention(

@@ -2,8 +2,8 @@
 
 Layout of one program: a tile of BLOCK_M rows, where row m is node m // G and query head m % G of one key-value head, so
 that the G heads that share keys read them once; over one split of the row's prefix.
-    1. Prefix keys are visible to all nodes: tiles run without a mask, but for the last one and under a window.
-    2. The last split also runs the tree keys: one word per node and tile says which of them it sees.
+    1. Prefix keys are visible to all nodes: their tiles run without a mask, but under a window.
+    2. The last split goes on into the tree keys: words of bits say which of them a node sees.
     3. Each split leaves its own output and log-sum-exp; a second kernel combines them. Splits begin at multiples of
        SPLIT, whatever the other rows of the batch are, so that a row's result does not depend on them.
 
@@ -19,48 +19,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Prefix keys per split: a multiple of every tile, large enough that joining the splits is cheap.
-SPLIT = 1024
+from jetflow.kernels.tree_attention import SPLIT
 
 
 @triton.jit
-def _slots(table_ptr, row, table_stride, slot, page_stride, slot_stride, valid, PAGE: tl.constexpr):
+def _offsets(table_ptr, row, table_stride, slot, page_stride, slot_stride, valid, PAGE: tl.constexpr):
     """Offsets of slots within key or value memory: a page's own and the place within it, or a plain stride."""
     if PAGE == 0:
-        return slot.to(tl.int64) * slot_stride
-    page = tl.load(table_ptr + row * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
-    return page * page_stride + (slot % PAGE).to(tl.int64) * slot_stride
+        offsets = slot * slot_stride
+    else:
+        page = tl.load(table_ptr + row * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
+        offsets = page * page_stride + (slot % PAGE) * slot_stride
+    return offsets
 
 
 @triton.jit
-def _tile(
-    q, k_base, v_base, k_offsets, v_offsets, valid, visible, k_d, v_d, d, scale, softcap, best, total, acc,
-    D: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+def _visible(
+    bits_ptr, depth_ptr, place, depth, begin, prefix, start, count, s, window,
+    WORDS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: online softmax in float32. Slots that are not valid are never read."""
-    inside = valid[:, None] & (d < D)[None, :]
-    k = tl.load(k_base + k_offsets[:, None] + d[None, :] * k_d, mask=inside, other=0.0)
-    if WIDE:
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    """Which slots of a tile each row sees: the prefix, and of the tree what its words say; at most two words a tile."""
+    key = begin + s - prefix
+    base = tl.maximum(begin - prefix, 0) // 64
+    words = bits_ptr + place.to(tl.int64) * WORDS + base
+    word = tl.load(words)
+    if WORDS > 1:
+        following = tl.load(words + 1, mask=(place >= 0) & (base + 1 < WORDS), other=0)
+        word = tl.where((key // 64 == base)[None, :], word[:, None], following[:, None])
     else:
-        logits = tl.dot(q, tl.trans(k)) * scale
-    if SOFTCAP:
-        # tanh by exp, which both the interpreter and every target have.
-        e = tl.exp(2.0 * tl.minimum(tl.maximum(logits / softcap, -15.0), 15.0))
-        logits = softcap * (e - 1.0) / (e + 1.0)
-    if MASKED:
-        logits = tl.where(visible, logits, float("-inf"))
-    higher = tl.maximum(best, tl.max(logits, 1))
-    # A row that has seen nothing yet keeps -inf; 0 in its place keeps exp away from inf - inf.
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp(logits - safe[:, None])
-    shrink = tl.exp(best - safe)
-    v = tl.load(v_base + v_offsets[:, None] + d[None, :] * v_d, mask=inside, other=0.0)
-    if WIDE:
-        acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
-    else:
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-    return higher, total * shrink + tl.sum(weights, 1), acc
+        word = word[:, None]
+    own = ((word >> (key % 64).to(tl.int64)[None, :]) & 1) != 0
+    seen = (key < 0)[None, :] | (own & (key < count)[None, :])
+    if WINDOW:
+        position = key
+        inside = (key >= 0) & (key < count)
+        position = tl.where(key < 0, key, tl.load(depth_ptr + start + key, mask=inside, other=0))
+        seen = seen & (position[None, :] > (depth - window)[:, None])
+    return seen
 
 
 @triton.jit
@@ -82,72 +77,72 @@ def _attend(
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = m < count * G
-    node = tl.where(live, m // G, 0)
+    place = start + tl.where(live, m // G, 0)
     query_head = head * G + m % G
     d = tl.arange(0, BLOCK_D)
-    q_offsets = (start + node).to(tl.int64)[:, None] * q_t + query_head[:, None] * q_h + d[None, :] * q_d
-    q = tl.load(q_ptr + q_offsets, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    depth = tl.load(depth_ptr + start + node)
+    q_mask = live[:, None]
+    if D < BLOCK_D:
+        q_mask = q_mask & (d < D)[None, :]
+    q_offsets = place.to(tl.int64)[:, None] * q_t + query_head[:, None] * q_h + d[None, :] * q_d
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    depth = tl.load(depth_ptr + place)
+    k_base, v_base = k_ptr + head * k_h, v_ptr + head * v_h
     if PAGE == 0:
-        k_base, v_base = k_ptr + row.to(tl.int64) * k_b + head * k_h, v_ptr + row.to(tl.int64) * v_b + head * v_h
-    else:
-        k_base, v_base = k_ptr + head * k_h, v_ptr + head * v_h
+        k_base, v_base = k_base + row.to(tl.int64) * k_b, v_base + row.to(tl.int64) * v_b
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     s = tl.arange(0, BLOCK_S)
 
-    low, high = split * SPLIT, tl.minimum(prefix, split * SPLIT + SPLIT)
+    # The last split goes on into the tree.
+    low, high = split * SPLIT, split * SPLIT + SPLIT
+    if split == used - 1:
+        high = prefix + count
     if WINDOW:
         # The root reaches back furthest; whole tiles before its window are not read.
-        first = tl.maximum(prefix - window + 1, 0)
-        low = tl.minimum(tl.maximum(low, first // BLOCK_S * BLOCK_S), tl.maximum(high, low))
-    whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
-    everywhere = s < BLOCK_S
-    for begin in range(low, whole, BLOCK_S):
+        low = tl.maximum(low, tl.maximum(prefix - window + 1, 0) // BLOCK_S * BLOCK_S)
+    for begin in range(low, high, BLOCK_S):
         slot = begin + s
-        k_offsets = _slots(table_ptr, row, table_b, slot, k_b, k_s, everywhere, PAGE)
-        v_offsets = _slots(table_ptr, row, table_b, slot, v_b, v_s, everywhere, PAGE)
-        visible = slot[None, :] > (prefix + depth - window)[:, None]
-        best, total, acc = _tile(
-            q, k_base, v_base, k_offsets, v_offsets, everywhere, visible, k_d, v_d, d, scale, softcap, best, total, acc,
-            D, WINDOW, SOFTCAP, WIDE,
-        )  # fmt: skip
-    if whole < high:
-        slot = whole + s
         valid = slot < high
-        k_offsets = _slots(table_ptr, row, table_b, slot, k_b, k_s, valid, PAGE)
-        v_offsets = _slots(table_ptr, row, table_b, slot, v_b, v_s, valid, PAGE)
-        visible = valid[None, :] & (m >= 0)[:, None]
-        if WINDOW:
-            visible = visible & (slot[None, :] > (prefix + depth - window)[:, None])
-        best, total, acc = _tile(
-            q, k_base, v_base, k_offsets, v_offsets, valid, visible, k_d, v_d, d, scale, softcap, best, total, acc,
-            D, True, SOFTCAP, WIDE,
-        )  # fmt: skip
-    if split == used - 1:
-        for begin in range(0, count, BLOCK_S):
-            key = begin + s
-            valid = key < count
-            word = tl.load(bits_ptr + (start + node).to(tl.int64) * WORDS + begin // 64)
-            visible = (((word[:, None] >> (begin % 64 + s)[None, :].to(tl.int64)) & 1) != 0) & valid[None, :]
-            if WINDOW:
-                key_depth = tl.load(depth_ptr + start + key, mask=valid, other=0)
-                visible = visible & (key_depth[None, :] > (depth - window)[:, None])
-            slot = prefix + key
-            k_offsets = _slots(table_ptr, row, table_b, slot, k_b, k_s, valid, PAGE)
-            v_offsets = _slots(table_ptr, row, table_b, slot, v_b, v_s, valid, PAGE)
-            best, total, acc = _tile(
-                q, k_base, v_base, k_offsets, v_offsets, valid, visible, k_d, v_d, d, scale, softcap, best, total, acc,
-                D, True, SOFTCAP, WIDE,
+        inside = valid[:, None]
+        if D < BLOCK_D:
+            inside = inside & (d < D)[None, :]
+        k_offsets = _offsets(table_ptr, row, table_b, slot, k_b, k_s, valid, PAGE)
+        k = tl.load(k_base + k_offsets[:, None] + d[None, :] * k_d, mask=inside, other=0.0)
+        if WIDE:
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        else:
+            logits = tl.dot(q, tl.trans(k)) * scale
+        if SOFTCAP:
+            # tanh by exp, which the interpreter and every target have.
+            e = tl.exp(2.0 * tl.minimum(tl.maximum(logits / softcap, -15.0), 15.0))
+            logits = softcap * (e - 1.0) / (e + 1.0)
+        # Prefix tiles need no mask but under a window.
+        if WINDOW | (begin + BLOCK_S > prefix):
+            seen = _visible(
+                bits_ptr, depth_ptr, place, depth, begin, prefix, start, count, s, window, WORDS, WINDOW, BLOCK_S
             )  # fmt: skip
-    seen = total > 0
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
-    lse = tl.where(seen, best + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-    place = (start + node).to(tl.int64)
-    out = out_ptr + split * out_z + place[:, None] * out_t + query_head[:, None] * out_h + d[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
-    tl.store(lse_ptr + split * lse_z + place * lse_t + query_head, lse, mask=live)
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        # A row that has seen nothing yet keeps -inf; 0 in its place keeps exp away from inf - inf.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(logits - safe[:, None])
+        shrink = tl.exp(best - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        v_offsets = _offsets(table_ptr, row, table_b, slot, v_b, v_s, valid, PAGE)
+        v = tl.load(v_base + v_offsets[:, None] + d[None, :] * v_d, mask=inside, other=0.0)
+        if WIDE:
+            acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
+        else:
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        best = higher
+    something = total > 0
+    acc = acc / tl.where(something, total, 1.0)[:, None]
+    lse = tl.where(something, best + tl.log(tl.where(something, total, 1.0)), float("-inf"))
+    rows = place.to(tl.int64)
+    out = out_ptr + split * out_z + rows[:, None] * out_t + query_head[:, None] * out_h + d[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(lse_ptr + split * lse_z + rows * lse_t + query_head, lse, mask=live)
 
 
 @triton.jit

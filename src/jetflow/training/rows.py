@@ -8,6 +8,7 @@ Dimension key: B batch, S sequence, A anchors.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class TrainingRows:
     Attributes:
         num_left_out: examples without a token to predict.
         num_cut: examples cut to `max_length`.
+        fingerprint: 16 hex digits over sequences and settings; equal ones give equal rows and anchors in every step.
 
     Raises:
         ValueError: a setting is below 1, `max_length` below 2, no example is left, or fewer than one step's rows are.
@@ -93,6 +95,7 @@ class TrainingRows:
         self.source_index = [i for i, (_, mask) in enumerate(usable) if bool(mask.any())]
         self._max_length, self._rows_per_step, self._num_anchors = max_length, rows_per_step, num_anchors
         self._pack, self._seed = pack, seed
+        self.fingerprint = self._digest()
         self._epoch: tuple[int, list[list[list[int]]]] | None = None
         self._first_steps = [0]
 
@@ -101,12 +104,20 @@ class TrainingRows:
         """Tokens of one epoch."""
         return sum(len(ids) for ids, _ in self._documents)
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token occurs, int64 [V]."""
+    def frequent_tokens(self, vocab_size: int, count: int) -> Tensor:
+        """Returns the `count` most frequent tokens of an epoch, int64 [count], most frequent first."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for ids, _ in self._documents:
             counts += torch.bincount(torch.tensor(ids), minlength=vocab_size)
-        return counts
+        return counts.argsort(descending=True, stable=True)[:count]
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(
+            repr((self._max_length, self._rows_per_step, self._num_anchors, self._pack, self._seed)).encode()
+        )
+        for ids, mask in self._documents:
+            digest.update(repr((ids, mask.tolist())).encode())
+        return digest.hexdigest()[:16]
 
     def rows_of_step(self, step: int) -> tuple[int, list[list[int]]]:
         """Returns the epoch that `step` (from 0) belongs to, and its rows, each a list of documents."""

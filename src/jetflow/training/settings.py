@@ -61,6 +61,11 @@ class TrainSettings:
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in (0, 1), got {self.ema_decay}")
 
+    def that_matter(self) -> dict[str, float | str | None]:
+        """The settings that change the weights at the end, but for the number of steps, which a later run may raise."""
+        names = ("learning_rate", "warmup_steps", "min_lr_ratio", "clip_norm", "precision", "ema_decay", "seed")
+        return {name: getattr(self, name) for name in names}
+
     def rate_factor(self, step: int) -> float:
         """Share of the peak learning rate in `step`, from 0."""
         if step < self.warmup_steps:

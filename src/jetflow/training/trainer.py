@@ -110,11 +110,21 @@ class Trainer:
         self.stopped = False
 
     def resume(self) -> bool:
-        """Goes on from the newest whole checkpoint in the folder; returns whether there was one."""
+        """Goes on from the newest whole checkpoint in the folder; returns whether there was one.
+
+        Raises:
+            ValueError: it was written with other data or settings, or is damaged.
+        """
         path = last_checkpoint(self.folder / "checkpoints")
         if path is None:
             return False
         state = load_checkpoint(path)
+        for name, value in self._stamp().items():
+            if state["stamp"][name] != value:
+                raise ValueError(
+                    f"{path} was written with {name} {state['stamp'][name]}, this run has {value}; go on with the same "
+                    "recipe and data, or choose another folder"
+                )
         set_model_state_dict(self.head, state["head"], options=LOAD)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             set_optimizer_state_dict(self.head, optimizer, saved, options=LOAD)
@@ -150,7 +160,7 @@ class Trainer:
         optimizers = [get_optimizer_state_dict(self.head, one, options=FULL) for one in self.optimizers]
         if self.accelerator.is_main_process:
             state = {"step": self.step, "head": weights, "optimizers": optimizers, "average": self._average}
-            state["rng"] = torch.get_rng_state()
+            state |= {"rng": torch.get_rng_state(), "stamp": self._stamp()}
             save_checkpoint(self.folder / "checkpoints", self.step, state, keep_last=self.settings.keep_last)
         self.accelerator.wait_for_everyone()
 
@@ -271,6 +281,10 @@ class Trainer:
             num_slots=int(sum(by_depth[depth:])),
             seconds=seconds,
         )
+
+    def _stamp(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {**self.settings.that_matter(), "rows": self.rows.fingerprint}
 
     def _weights(self) -> dict[str, Tensor]:
         """All weights on the first process, nothing on the others."""
