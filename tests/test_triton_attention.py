@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_model, plain_greedy
 from test_decoding import ScriptedDrafter
+from test_reference_runs import make_drafter
 
 from jetflow import ParallelDrafter, SpeculativeDecoder, Target, load_head
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
@@ -22,10 +23,13 @@ interpreted = pytest.mark.skipif(
 
 
 @interpreted
-def test_text_is_that_of_plain_decoding(model):
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_text_is_that_of_plain_decoding(model, page_size):
     target = Target(model, attention="triton")
-    result = SpeculativeDecoder(target, PromptLookupDrafter(), budget=7).generate(PROMPT, max_new_tokens=12)
+    pool = None if page_size is None else target.new_page_pool(20, page_size)
+    result = SpeculativeDecoder(target, PromptLookupDrafter(), budget=7, pages=pool).generate(PROMPT, max_new_tokens=12)
     assert result.token_ids == plain_greedy(model, PROMPT, 12)
+    assert pool is None or pool.num_free == 20
 
 
 @interpreted
@@ -36,6 +40,28 @@ def test_scripted_drafts_change_no_text(kind):
     drafter = ScriptedDrafter(kind, expected, len(PROMPT))
     result = SpeculativeDecoder(Target(model, attention="triton"), drafter, budget=7).generate(PROMPT, max_new_tokens=12)
     assert result.token_ids == expected
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+def test_reference_generations(shared_fixtures, name, page_size):
+    runs = json.loads((shared_fixtures / "decode_runs.json").read_text())
+    target = Target.from_pretrained(str(shared_fixtures / f"target_{name}"), dtype=torch.float32, attention="triton")
+    heads = {
+        kind: load_head(str(shared_fixtures / f"head_{name}_{kind}"), dtype=torch.float32)
+        for kind in ("causal", "bidirectional")
+    }
+    chosen = sorted((run for run in runs if run["target"] == name), key=lambda run: run["budget"] * run["max_new_tokens"])[:1]
+    # The interpreter takes most of a second for each round.
+    count = 12
+    for run in chosen:
+        drafter = make_drafter(run, heads[run["head"]], target)
+        pool = None if page_size is None else target.new_page_pool(64, page_size)
+        decoder = SpeculativeDecoder(target, drafter, budget=run["budget"], pages=pool)
+        result = decoder.generate(run["prompt"], max_new_tokens=count)
+        assert result.token_ids == run["token_ids"][:count]
+        assert pool is None or pool.num_free == 64
 
 
 @interpreted

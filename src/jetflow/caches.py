@@ -22,7 +22,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache, layer_idx: int):
+    def __init__(self, cache: Any, layer_idx: int):
         super().__init__()
         self._cache = cache
         self._layer_idx = layer_idx

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetflow.acceptors import GreedyAcceptor
+from jetflow.paged_cache import PagePool
 from jetflow.protocols import Acceptance, Acceptor, BudgetPolicy, DraftContext, Drafter
 from jetflow.results import GenerationResult, Round, RoundStats
 from jetflow.stopping import FinishReason, keep_until_stop
@@ -34,6 +35,7 @@ class SpeculativeDecoder:
         budget: most nodes that the target verifies in one round, root included, or a budget policy. With 1 the same
             code is plain autoregressive decoding.
         prefill_chunk: most prompt tokens in one pass.
+        pages: memory for a paged cache, shared with other decoders if you like; a contiguous one when absent.
 
     Raises:
         ValueError: `budget` is below 1, or the drafter taps layers that the target does not have.
@@ -51,6 +53,7 @@ class SpeculativeDecoder:
         budget: int | BudgetPolicy = 16,
         *,
         prefill_chunk: int = 2048,
+        pages: PagePool | None = None,
     ):
         max_nodes = budget if isinstance(budget, int) else budget.max_nodes
         if max_nodes < 1:
@@ -60,7 +63,7 @@ class SpeculativeDecoder:
         self.acceptor = acceptor or GreedyAcceptor()
         self.max_nodes = max_nodes
         self.policy = None if isinstance(budget, int) else budget
-        self._verifier = TreeVerifier(target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk)
+        self._verifier = TreeVerifier(target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages)
 
     @overload
     def generate(
@@ -125,7 +128,10 @@ class SpeculativeDecoder:
         for token_ids in all_ids:
             # Every prompt starts from the seed, so that a result does not depend on its neighbours.
             generator.manual_seed(seed) if seed is not None else generator.seed()
-            results.append(self._run(token_ids, max_new_tokens, stops, generator, streamer, on_round))
+            try:
+                results.append(self._run(token_ids, max_new_tokens, stops, generator, streamer, on_round))
+            finally:
+                self._verifier.release()
         return results[0] if _is_one_prompt(prompt) else results
 
     def _run(

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from jetflow.caches import TreeCache
+from jetflow.paged_cache import PagedTreeCache, PagePool
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Settings with which attention or logits are more than softmax(q k) v and lm_head(hidden).
@@ -167,17 +168,25 @@ class Target:
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """Returns an empty cache for this model."""
+        return TreeCache(batch_size=batch_size, capacity=capacity, **self._cache_sizes())
+
+    def new_page_pool(self, num_pages: int, page_size: int = 16) -> PagePool:
+        """Returns memory for paged caches of this model: `num_pages` pages of `page_size` tokens.
+
+        Raises:
+            ValueError: a number is below 1.
+        """
+        return PagePool(num_pages=num_pages, page_size=page_size, **self._cache_sizes())
+
+    def _cache_sizes(self) -> dict[str, Any]:
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return TreeCache(
-            num_layers=self.num_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=head_dim,
-            batch_size=batch_size,
-            capacity=capacity,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return {
+            "num_layers": self.num_layers,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raises ValueError where a tapped layer does not exist."""
@@ -218,7 +227,7 @@ class Target:
         token_ids: Tensor,
         *,
         taps: Sequence[int] = (),
-        cache: TreeCache | None = None,
+        cache: TreeCache | PagedTreeCache | None = None,
         attention: str | None = None,
         **model_arguments: Any,
     ) -> tuple[Tensor, Tensor]:

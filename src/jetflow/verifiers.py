@@ -19,6 +19,7 @@ from jetflow.caches import TreeCache
 from jetflow.kernels.ancestors import pack_ancestors
 from jetflow.kernels.masked_attention import masked_attention
 from jetflow.kernels.tree_attention import tree_attention
+from jetflow.paged_cache import PagedTreeCache, PagePool
 from jetflow.protocols import Acceptance, TargetOutput
 from jetflow.targets import Target
 from jetflow.trees.token_tree import TokenTree
@@ -34,6 +35,7 @@ class TreeStep:
     prefix_lens: Tensor
     num_slots: int
     kernel: str
+    block_table: Tensor | None = None
 
     @cached_property
     def packed(self) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class TreeStep:
             "depths": tree.depths.flatten().int(),
             "max_nodes": tree.max_nodes,
             "max_prefix": self.num_slots - tree.max_nodes,
+            "block_table": self.block_table,
         }
 
     @cached_property
@@ -101,22 +104,24 @@ class TreeVerifier:
         target: the frozen model.
         taps: target layers whose outputs are returned as features.
         prefill_chunk: most prompt tokens in one pass; bounds the memory that long prompts take.
+        pages: memory that the cache takes its pages from; a contiguous cache of its own when absent.
 
     Raises:
         ValueError: a tap is outside the target or `prefill_chunk` is below 1.
     """
 
-    def __init__(self, target: Target, *, taps: Sequence[int] = (), prefill_chunk: int = 2048):
+    def __init__(self, target: Target, *, taps: Sequence[int] = (), prefill_chunk: int = 2048, pages: PagePool | None = None):
         target.check_taps(taps)
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self._target = target
         self._taps = tuple(taps)
         self._prefill_chunk = prefill_chunk
-        self._cache: TreeCache | None = None
+        self._pages = pages
+        self._cache: TreeCache | PagedTreeCache | None = None
 
     @property
-    def cache(self) -> TreeCache:
+    def cache(self) -> TreeCache | PagedTreeCache:
         """The cache of the current batch."""
         if self._cache is None:
             raise ValueError("prefill must come before verify and commit")
@@ -135,7 +140,9 @@ class TreeVerifier:
         """
         batch, width = token_ids.shape
         if self._cache is None or len(self._cache.lengths) != batch:
-            self._cache = self._target.new_cache(batch, width)
+            self.release()
+            contiguous = self._pages is None
+            self._cache = self._target.new_cache(batch, width) if contiguous else PagedTreeCache(self._pages, batch)
         cache = self._cache
         cache.reset()
         cache.reserve(width)
@@ -171,7 +178,10 @@ class TreeVerifier:
             raise ValueError(f"tree has {tree.batch_size} rows, but {len(cache.lengths)} prompts were prefilled")
         cache.reserve(tree.max_nodes)
         prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
-        step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, self._target.tree_kernel)
+        kernel = self._target.tree_kernel
+        step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, kernel)
+        if isinstance(cache, PagedTreeCache) and kernel == "triton":
+            cache.hands_out_pages, step.block_table = True, cache.block_table
         logits, features = self._target.forward(
             tree.tokens,
             taps=self._taps,
@@ -183,7 +193,14 @@ class TreeVerifier:
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device),
             tree_step=step,
         )
+        if isinstance(cache, PagedTreeCache):
+            cache.hands_out_pages = False
         return TargetOutput(logits, features)
+
+    def release(self) -> None:
+        """Gives the pages of a paged cache back; a contiguous cache keeps its memory for the next prompt."""
+        if isinstance(self._cache, PagedTreeCache):
+            self._cache.reset()
 
     def keep_rows(self, rows: list[int]) -> None:
         """Drops all rows of the batch but the given ones, such as those whose text goes on."""
