@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetflow.kernels.ancestors import pack_ancestors, unpack_bits
 from jetflow.kernels.tree_attention import tree_attention, tree_attention_reference
@@ -183,6 +184,75 @@ def test_a_row_does_not_depend_on_its_neighbours():
         query[9:], key[1:], value[1:], bits[9:], starts, prefixes[1:], depths[9:], max_nodes=9, max_prefix=300
     )
     assert torch.equal(both[9:], alone)
+
+
+@interpreted
+def test_kernel_has_no_gradient_and_says_so():
+    arguments, given = make_case([3], [5], spare=0.0)
+    query = arguments[0].requires_grad_()
+    out, _ = tree_attention(query, *arguments[1:], **given)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        out.sum().backward()
+
+
+@interpreted
+def test_kernel_is_an_op_that_torch_compile_keeps_whole():
+    arguments, given = make_case([3, 2], [5, 9])
+    expected, _ = tree_attention(*arguments, **given)
+
+    def twice(*tensors):
+        return tree_attention(*tensors, **given)[0] * 2
+
+    compiled = torch.compile(twice, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), expected * 2)
+    torch.library.opcheck(
+        torch.ops.jetflow.tree_attention.default,
+        (*arguments, given["max_nodes"], given["max_prefix"], None, 0.25, None, None),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the size of every tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (
+            torch.ops.aten.empty,
+            torch.ops.aten.empty_like,
+            torch.ops.aten.new_empty,
+            torch.ops.aten.zeros,
+        ):
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_no_mask_of_nodes_by_keys_is_ever_made(monkeypatch):
+    pytest.importorskip("triton", reason="kernels need triton")
+    from jetflow.kernels import tree_attention_triton
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: None
+
+    for name in ("_attend", "_combine"):
+        monkeypatch.setattr(tree_attention_triton, name, Nothing())
+    nodes, prefix, (heads, dim) = 256, 32768, (8, 64)
+    memory = torch.empty(1, 2, prefix + nodes, dim)
+    parents = torch.arange(-1, nodes - 1)[None]
+    arguments = (
+        torch.empty(nodes, heads, dim), memory, memory, pack_ancestors(parents)[0], torch.tensor([0, nodes], dtype=torch.int32),
+        torch.tensor([prefix], dtype=torch.int32), torch.arange(nodes, dtype=torch.int32),
+    )  # fmt: skip
+    with Allocations() as found:
+        tree_attention_triton.launch_tree_attention(*arguments, nodes, prefix, None, 0.125, None, None)
+    splits = prefix // tree_attention_triton.SPLIT
+    assert max(found.sizes) == splits * nodes * heads * dim
+    assert max(found.sizes) < nodes * prefix
 
 
 def check(arguments, given, settings):

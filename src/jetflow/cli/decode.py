@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ def add_decode_commands(commands: Any) -> None:
 
     generate = commands.add_parser("generate", help="continue prompts")
     _add_model_arguments(generate)
-    generate.add_argument("--prompts-file", help='JSONL with a "prompt" text or a list "turns" in each line')
+    generate.add_argument("--prompts-file", help="JSONL file or hub data set of prompts or conversations")
     generate.add_argument("--num-prompts", type=int, help="only the first so many lines of the file")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int)
@@ -182,27 +183,14 @@ def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
 
 
 def _texts_of(file: str, num_prompts: int | None) -> list[str]:
-    """Returns the first `num_prompts` texts of a JSONL file (all when None); of several turns the first."""
+    """Returns the first user turns of the first `num_prompts` conversations of a file (all when None)."""
+    from jetflow.training.data import read_conversations
+
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, got {num_prompts}")
-    texts: list[str] = []
-    # Not splitlines: it also breaks at separators that may stand inside a JSON string.
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number}: is not JSON ({error})") from error
-        turns = row.get("turns") if isinstance(row, dict) else None
-        text = row.get("prompt") if isinstance(row, dict) else None
-        if text is None and isinstance(turns, list) and turns:
-            text = turns[0]
-        if not isinstance(text, str):
-            raise ValueError(f'{file}, line {number}: needs a text "prompt" or a list "turns" of texts')
-        texts.append(text)
-        if len(texts) == num_prompts:
-            break
+    texts = []
+    for one in islice(read_conversations(file), num_prompts):
+        texts.append(next(message["content"] for message in one.messages if message["role"] == "user"))
     if not texts:
         raise ValueError(f"{file} holds no prompts")
     return texts

@@ -56,19 +56,19 @@ def tree_attention(
         softcap: logits become `softcap * tanh(logits / softcap)`.
 
     Returns:
-        Output [T, Hq, D] in the dtype of `query`, zeros for a node that sees nothing, and log-sum-exp float32 [T, Hq].
+        Output [T, Hq, D] in the dtype of `query`, zeros for a node that sees nothing, and log-sum-exp float32 [T, Hq]. There
+        is no gradient: a backward pass through it raises.
 
     Raises:
         ValueError: shapes, dtypes, devices or settings do not fit.
     """
     # Loaded when used: triton is not needed for anything else.
-    from jetflow.kernels.tree_attention_triton import launch_tree_attention
+    from jetflow.kernels.tree_attention_triton import tree_attention_op
 
     scale = _check(query, key, value, bits, row_starts, prefix_lens, depths, max_nodes, block_table, scale, window, softcap)
-    return launch_tree_attention(
-        query, key, value, bits, row_starts, prefix_lens, depths, max_nodes=max_nodes, max_prefix=max_prefix,
-        block_table=block_table, scale=scale, window=window, softcap=softcap,
-    )  # fmt: skip
+    return tree_attention_op(
+        query, key, value, bits, row_starts, prefix_lens, depths, max_nodes, max_prefix, block_table, scale, window, softcap
+    )
 
 
 def tree_attention_reference(

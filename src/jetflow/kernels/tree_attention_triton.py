@@ -192,9 +192,9 @@ def tile_sizes(max_nodes: int, group: int, head_dim: int) -> Tiles:
 
 def launch_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, bits: Tensor, row_starts: Tensor, prefix_lens: Tensor, depths: Tensor,
-    *, max_nodes: int, max_prefix: int, block_table: Tensor | None, scale: float, window: int | None, softcap: float | None,
+    max_nodes: int, max_prefix: int, block_table: Tensor | None, scale: float, window: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Runs the kernels; arguments are checked by `tree_attention`, which calls this.
+    """Runs the kernels; arguments are checked by `tree_attention`, which calls this as an op. It has no gradient.
 
     Returns:
         Output [T, Hq, D] in the dtype of `query`, and log-sum-exp float32 [T, Hq].
@@ -233,3 +233,21 @@ def launch_tree_attention(
             D=head_dim, SPLIT=SPLIT, BLOCK_D=tiles.block_d,
         )  # fmt: skip
     return out, lse
+
+
+tree_attention_op = torch.library.custom_op(
+    "jetflow::tree_attention",
+    launch_tree_attention,
+    mutates_args=(),
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor bits, Tensor row_starts, Tensor prefix_lens, Tensor depths, "
+        "int max_nodes, int max_prefix, Tensor? block_table, float scale, int? window, float? softcap) -> (Tensor, Tensor)"
+    ),
+)
+
+
+@tree_attention_op.register_fake
+def _shapes(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    """What torch.compile needs to know of the op."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(query.shape[:2], dtype=torch.float32)

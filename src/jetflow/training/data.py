@@ -63,7 +63,8 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[
         # Not splitlines: it also breaks at separators that may stand inside a JSON string.
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
-                yield f"{path.name}, line {number}", _json_object(line, f"{source}, line {number}")
+                where = f"{source}, line {number}"
+                yield where, _json_object(line, where)
         return
     if path.suffix or source.count("/") != 1:
         raise FileNotFoundError(f"{source} is neither a file nor a hub name like owner/name")
@@ -90,7 +91,7 @@ def read_conversations(source: str, *, split: str = "train") -> Iterator[Convers
         messages = _messages(row, where)
         if not any(message["role"] == "user" for message in messages):
             raise ValueError(f"{where}: needs at least one user turn")
-        yield Conversation(str(row.get("id", where)), messages, where)
+        yield Conversation(_name(row, where), messages, where)
 
 
 def read_examples(source: str, tokenizer: Any = None, *, template_args: Mapping[str, Any] | None = None) -> Iterator[Example]:
@@ -117,7 +118,7 @@ def read_examples(source: str, tokenizer: Any = None, *, template_args: Mapping[
             token_ids, spans = render(tokenizer, messages, template_args)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        yield Example(str(row.get("id", where)), token_ids, spans)
+        yield Example(_name(row, where), token_ids, spans)
 
 
 def render(
@@ -187,6 +188,11 @@ def _common_prefix(one: str, other: str) -> int:
     return min(len(one), len(other))
 
 
+def _name(row: Mapping[str, Any], where: str) -> str:
+    """The row's own id, or its file's name and line, wherever the file lies."""
+    return str(row.get("id", where.rsplit("/", 1)[-1]))
+
+
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
@@ -232,4 +238,4 @@ def _checked_example(row: Mapping[str, Any], where: str) -> Example:
                 f"{where}: loss span [{begin}, {end}] must be in order, not empty and inside {len(token_ids)} tokens"
             )
         last = end
-    return Example(str(row.get("id", where)), token_ids, [(begin, end) for begin, end in spans])
+    return Example(_name(row, where), token_ids, [(begin, end) for begin, end in spans])
