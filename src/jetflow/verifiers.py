@@ -141,8 +141,8 @@ class TreeVerifier:
         batch, width = token_ids.shape
         if self._cache is None or len(self._cache.lengths) != batch:
             self.release()
-            contiguous = self._pages is None
-            self._cache = self._target.new_cache(batch, width) if contiguous else PagedTreeCache(self._pages, batch)
+            pages = self._pages
+            self._cache = self._target.new_cache(batch, width) if pages is None else PagedTreeCache(pages, batch)
         cache = self._cache
         cache.reset()
         cache.reserve(width)
