@@ -115,7 +115,10 @@ def test_demo_compares_the_texts(pair, capsys):
         (["generate", "--target", "T", "--drafter", "lookup"], "--prompt"),
         (["generate", "--target", "T", "--prompt", "x"], "--head"),
         (["generate", "--target", "T", "--prompt", "x", "--head", "h", "--drafter", "lookup"], "exclude each other"),
-        (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--width", "3"], "--expander and --width"),
+        (
+            ["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--width", "3"],
+            "--expander, --width and --frequent-tokens are for heads",
+        ),
         (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--budget", "0"], "budget must be at least 1"),
         (["generate", "--target", "T", "--prompt", "", "--drafter", "lookup"], "at least one token"),
         (["generate", "--target", "T", "--prompt", "x", "--head", "/absent"], "neither a folder nor a hub name"),

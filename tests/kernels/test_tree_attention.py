@@ -239,6 +239,7 @@ def test_no_mask_of_nodes_by_keys_is_ever_made(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: None
 
+    monkeypatch.setattr(tree_attention_triton, "SPLIT", 2048)
     for name in ("_attend", "_combine"):
         monkeypatch.setattr(tree_attention_triton, name, Nothing())
     nodes, prefix, (heads, dim) = 256, 32768, (8, 64)

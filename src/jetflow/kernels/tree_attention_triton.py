@@ -41,10 +41,11 @@ def _visible(
     """Which slots of a tile each row sees: the prefix, and of the tree what its words say; at most two words a tile."""
     key = begin + s - prefix
     base = tl.maximum(begin - prefix, 0) // 64
-    words = bits_ptr + place.to(tl.int64) * WORDS + base
-    word = tl.load(words)
+    words = bits_ptr + place.to(tl.int64) * WORDS
+    word = tl.load(words + base)
     if WORDS > 1:
-        following = tl.load(words + 1, mask=(place >= 0) & (base + 1 < WORDS), other=0)
+        # Behind the last word there are no keys that could be visible.
+        following = tl.load(words + tl.minimum(base + 1, WORDS - 1))
         word = tl.where((key // 64 == base)[None, :], word[:, None], following[:, None])
     else:
         word = word[:, None]

@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetflow.losses.divergences import LOG_PROB_FLOOR, both_log_probs, checked_temperature
+from jetflow.losses.divergences import both_log_probs, checked_temperature
+
+# Below every log-probability that logits of a working model give, so that a gradient is left where laws hardly meet.
+LOG_OVERLAP_FLOOR = -1e4
 
 
 class TotalVariation:
@@ -41,7 +44,7 @@ class LogAcceptance:
     """Negative log of the acceptance probability per position: `-log sum_v min(p(v), q(v))`, the LK loss.
 
     With a target that is certain of one token this is cross-entropy. It is computed from log-probabilities, floored at
-    -100, so that loss and gradient are finite and not zero where the two laws do not meet at all.
+    -10,000, so that loss and gradient are finite, and the gradient is not zero where probabilities underflow.
 
     Args:
         temperature: both logits are divided by it; above 0.
@@ -61,6 +64,6 @@ class LogAcceptance:
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
         """Compares the two laws; arguments, result and errors as for `ForwardKL`."""
         draft_log_probs, target_log_probs = both_log_probs(draft_logits, target_logits, labels, self.temperature)
-        # The draft is floored before the target, so that a gradient is left where the draft is far below the floor.
-        smaller = torch.minimum(draft_log_probs, target_log_probs.clamp(min=LOG_PROB_FLOOR))
-        return -smaller.logsumexp(-1)
+        smaller = torch.minimum(draft_log_probs, target_log_probs).clamp(min=LOG_OVERLAP_FLOOR)
+        # The first term is 0 but for rounding, which it takes out of the second: equal laws give exactly 0.
+        return draft_log_probs.clamp(min=LOG_OVERLAP_FLOOR).logsumexp(-1) - smaller.logsumexp(-1)

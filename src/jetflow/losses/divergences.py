@@ -17,6 +17,8 @@ from torch import Tensor
 IGNORED_LABEL = -100
 # Smallest log-probability that reverse KL tells apart; float32 holds nothing below exp(-103).
 LOG_PROB_FLOOR = -100.0
+# About the smallest normal float32.
+PROB_FLOOR = 1e-37
 
 
 class CrossEntropy:
@@ -156,10 +158,11 @@ class JensenShannon:
     def __call__(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
         """Compares the two laws; arguments, result and errors as for `ForwardKL`."""
         draft_log_probs, target_log_probs = both_log_probs(draft_logits, target_logits, labels, self.temperature)
-        floored = [one.clamp(min=LOG_PROB_FLOOR) for one in (draft_log_probs, target_log_probs)]
-        mixture = torch.logaddexp(*floored) - math.log(2.0)
-        terms = sum(log_probs.exp() * (log_probs - mixture) for log_probs in floored)
-        return self.temperature**2 * 0.5 * terms.sum(-1)  # type: ignore[union-attr]
+        # Floored, so that the gradient of x log x stays finite where a probability underflows.
+        draft, target = (one.exp().clamp(min=PROB_FLOOR) for one in (draft_log_probs, target_log_probs))
+        mixture = (0.5 * (draft + target)).log()
+        terms = draft * (draft.log() - mixture) + target * (target.log() - mixture)
+        return self.temperature**2 * 0.5 * terms.sum(-1)
 
 
 def checked_temperature(temperature: float) -> float:
