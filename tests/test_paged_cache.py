@@ -97,3 +97,15 @@ def test_rows_of_different_lengths_and_dropped_rows():
 def test_sizes_below_one_are_named(pages, size):
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         Target(make_model("qwen3")).new_page_pool(pages, size)
+
+
+def test_a_pass_that_broke_off_leaves_no_trace():
+    model = make_model("qwen3")
+    target = Target(model)
+    pool = target.new_page_pool(30, 4)
+    decoder = SpeculativeDecoder(target, PromptLookupDrafter(), budget=7, pages=pool)
+    decoder.generate(PROMPT, max_new_tokens=2)
+    # As after an error within a tree pass of the kernel, which reads pages as they are.
+    decoder._verifier.cache.hands_out_pages = True
+    decoder._verifier.release()
+    assert decoder.generate(PROMPT, max_new_tokens=10).token_ids == plain_greedy(model, PROMPT, 10)

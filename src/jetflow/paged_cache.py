@@ -110,6 +110,8 @@ class PagedTreeCache(Cache):
             self._pool.give_back(pages)
         self._tables = [[] for _ in self._tables]
         self.lengths, self._table = [0] * len(self.lengths), None
+        # A pass that broke off may have left it set.
+        self.hands_out_pages = False
 
     def reserve(self, num_tokens: int) -> None:
         """Makes sure that every row has room for `num_tokens` tokens behind its committed ones.

@@ -118,6 +118,18 @@ def test_later_turns_follow_on_the_answers_before(target, tmp_path):
         assert len(spans) == 2
 
 
+def test_a_conversation_that_outgrows_the_target_ends_with_its_last_answer(target, tmp_path):
+    settings = RegenerationSettings(max_new_tokens=NEW)
+    three = [message for one in conversations(3) for message in one.messages]
+    limit = len(prompt_ids(target.tokenizer, three[:1]))
+    answerer = TargetAnswerer(target, settings, max_prompt_tokens=limit)
+    job = [Conversation("long", [*three, {"role": "system", "content": "asks for nothing"}], "")]
+    assert regenerate(job, answerer, tmp_path / "a.jsonl", settings=settings, fingerprint="x") == (1, 0, 0)
+    row = read(tmp_path / "a.jsonl")["long", 0]
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+    assert len(row["loss_spans"]) == len(row["finish_reasons"]) == 1
+
+
 def test_long_prompts_are_left_out_and_counted(target, tmp_path):
     lengths = sorted(len(prompt_ids(target.tokenizer, one.messages)) for one in conversations())
     report = run(target, tmp_path / "a.jsonl", max_prompt_tokens=lengths[3])

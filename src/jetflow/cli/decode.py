@@ -184,13 +184,11 @@ def _prompts(args: argparse.Namespace, target: Target) -> list[list[int]]:
 
 def _texts_of(file: str, num_prompts: int | None) -> list[str]:
     """Returns the first user turns of the first `num_prompts` conversations of a file (all when None)."""
-    from jetflow.training.data import read_conversations
+    from jetflow.training.data import read_conversations, user_turns
 
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, got {num_prompts}")
-    texts = []
-    for one in islice(read_conversations(file), num_prompts):
-        texts.append(next(message["content"] for message in one.messages if message["role"] == "user"))
+    texts = [user_turns(one.messages)[0][-1]["content"] for one in islice(read_conversations(file), num_prompts)]
     if not texts:
         raise ValueError(f"{file} holds no prompts")
     return texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,7 @@ def _regenerate(args: argparse.Namespace) -> int:
     )
     conversations: list[Conversation] = []
     for source in args.prompts:
-        for index, one in enumerate(read_conversations(source)):
-            if index == args.num_prompts:
-                break
-            conversations.append(one)
+        conversations += islice(read_conversations(source), args.num_prompts)
     answer, fingerprint = _answerer(args, settings)
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:

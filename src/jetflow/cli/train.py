@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.targets import Target
     from jetflow.training.data import Example
+    from jetflow.training.progress import TrainingLog
     from jetflow.training.rows import TrainingRows
     from jetflow.training.step import StepSettings
     from jetflow.training.trainer import Trainer
@@ -60,9 +63,12 @@ def _train(args: argparse.Namespace) -> int:
         print(f"{rows.num_tokens} tokens per epoch{left_out}{cut}", file=sys.stderr)
         if resumed:
             print(f"going on after step {trainer.step} of {recipe.train.steps}", file=sys.stderr)
-    log = TrainingLog(out, num_steps=recipe.train.steps, first_step=trainer.step, tensorboard=recipe.tensorboard)
+    log: Any = nullcontext()
+    # Only the first process writes the run's records.
+    if accelerator.is_main_process:
+        log = TrainingLog(out, num_steps=recipe.train.steps, first_step=trainer.step, tensorboard=recipe.tensorboard)
+        _attach(recipe, trainer, target, log)
     with log:
-        _attach(recipe, trainer, target, log, accelerator)
         trainer.run()
     if trainer.stopped:
         if accelerator.is_main_process:
@@ -227,12 +233,10 @@ def _step_settings(section: LossSection, target: Target, rows: TrainingRows) -> 
     return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary)
 
 
-def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: Any, accelerator: Accelerator) -> None:
+def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) -> None:
     """Connects the trainer's events with the log and with real decodes of held-out prompts."""
     from jetflow.training.evaluation import measure_tau
 
-    if not accelerator.is_main_process:
-        return
     trainer.on_step = log.on_step
     prompts = _heldout(recipe, target)
 
@@ -247,15 +251,12 @@ def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: Any, accelera
 
 
 def _heldout(recipe: Recipe, target: Target) -> list[list[int]]:
-    from jetflow.training.data import prompt_ids, read_conversations
+    from jetflow.training.data import prompt_ids, read_conversations, user_turns
 
     prompts = []
     for source in recipe.evaluation.prompts:
-        for index, one in enumerate(read_conversations(source)):
-            if index == recipe.evaluation.per_file:
-                break
-            roles = [message["role"] for message in one.messages]
-            prompts.append(prompt_ids(target.tokenizer, one.messages[: roles.index("user") + 1], recipe.data.template_args))
+        for one in islice(read_conversations(source), recipe.evaluation.per_file):
+            prompts.append(prompt_ids(target.tokenizer, user_turns(one.messages)[0], recipe.data.template_args))
     return prompts
 
 

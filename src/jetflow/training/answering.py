@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from jetflow.acceptors import SamplingAcceptor
 from jetflow.protocols import Acceptor
 from jetflow.targets import Target
-from jetflow.training.data import Message, Span, prompt_ids, render
-from jetflow.training.regenerate import Answered, Job, RegenerationSettings, user_turns
+from jetflow.training.data import Message, Span, prompt_ids, render, user_turns
+from jetflow.training.regenerate import Answered, Job, RegenerationSettings
 from jetflow.trees.token_tree import TokenTree
 from jetflow.verifiers import TreeVerifier
 
@@ -47,7 +48,7 @@ class TargetAnswerer:
 
     def __call__(self, jobs: list[Job]) -> Iterator[tuple[Job, Answered]]:
         """Yields each job with its answered conversation, those with short prompts first."""
-        asked = [(self._ask(user_turns(job)[0]), job) for job in jobs]
+        asked = [(self._ask(user_turns(job.conversation.messages)[0]), job) for job in jobs]
         asked = sorted((pair for pair in asked if len(pair[0]) <= self._limit), key=lambda pair: len(pair[0]))
         for start in range(0, len(asked), self._batch_size):
             yield from self._batch([job for _, job in asked[start : start + self._batch_size]])
@@ -61,25 +62,24 @@ class TargetAnswerer:
         # A seed of the batch's own, so that a continued run does not repeat the draws of its first batch.
         seed = self._settings.seed + zlib.crc32(f"{first.conversation.id}/{first.sample}".encode())
         generator = torch.Generator(device=self._target.device).manual_seed(seed)
+        turns = [user_turns(job.conversation.messages) for job in jobs]
         told: list[list[Message]] = [[] for _ in jobs]
         reasons: list[list[str]] = [[] for _ in jobs]
         last: list[tuple[list[int], list[int]]] = [([], []) for _ in jobs]
-        for turn in range(max(len(user_turns(job)) for job in jobs)):
-            active = [row for row, job in enumerate(jobs) if turn < len(user_turns(job))]
-            for row in active:
-                told[row] += user_turns(jobs[row])[turn]
-            asked = [self._ask(told[row]) for row in active]
+        for turn in range(max(len(one) for one in turns)):
+            # Rows whose conversation has so many turns, and was answered so far.
+            active = [row for row in range(len(jobs)) if turn < len(turns[row]) and len(reasons[row]) == turn]
+            asked = {row: self._ask([*told[row], *turns[row][turn]]) for row in active}
             # A later turn may have outgrown the target: that conversation ends with the turn before.
-            fits = [i for i, ids in enumerate(asked) if len(ids) <= self._limit]
+            fits = [row for row in active if len(asked[row]) <= self._limit]
             answers = answer_prompts(
-                self._target, [asked[i] for i in fits], self._acceptor, self._settings.max_new_tokens, generator=generator
+                self._target, [asked[row] for row in fits], self._acceptor, self._settings.max_new_tokens, generator=generator
             )
-            for i, ids in zip(fits, answers, strict=True):
-                row = active[i]
+            for row, ids in zip(fits, answers, strict=True):
                 text = self._target.tokenizer.decode(ids, skip_special_tokens=True)
-                told[row] = [*told[row], {"role": "assistant", "content": text}]
+                told[row] += [*turns[row][turn], {"role": "assistant", "content": text}]
                 reasons[row].append("stop" if ids[-1] in self._target.eos_token_ids else "length")
-                last[row] = (asked[i], ids)
+                last[row] = (asked[row], ids)
         for row, job in enumerate(jobs):
             yield job, self._answered(told[row], last[row], reasons[row])
 
@@ -124,9 +124,7 @@ def answer_prompts(
     answers: list[list[int]] = [[] for _ in prompts]
     verifier = TreeVerifier(target)
     lengths = torch.tensor([len(ids) for ids in prompts], device=target.device)
-    token_ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=target.device)
-    for row, ids in enumerate(prompts):
-        token_ids[row, : len(ids)] = torch.tensor(ids)
+    token_ids = pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True).to(target.device)
     logits = verifier.prefill(token_ids, lengths).logits
     # Room for whole answers at once, so that the cache is not copied as it grows.
     verifier.cache.reserve(max_new_tokens)

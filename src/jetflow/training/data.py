@@ -163,6 +163,18 @@ def render(
     return token_ids, spans
 
 
+def user_turns(messages: Sequence[Message]) -> list[list[Message]]:
+    """Returns a conversation without its answers: one group per user turn, with the system turns before it."""
+    groups: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            groups[-1].append(message)
+        if message["role"] == "user":
+            groups.append([])
+    # What stands behind the last user turn asks for nothing.
+    return groups[:-1]
+
+
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids of a conversation that waits for the assistant's next turn.
 

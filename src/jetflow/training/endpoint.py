@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jetflow.training.data import Message, render
-from jetflow.training.regenerate import Answered, Job, RegenerationSettings, user_turns
+from jetflow.training.data import Message, render, user_turns
+from jetflow.training.regenerate import Answered, Job, RegenerationSettings
 
 
 class EndpointAnswerer:
@@ -97,10 +97,8 @@ class EndpointAnswerer:
             extra["top_k"] = settings.top_k
         if settings.template_args:
             extra["chat_template_kwargs"] = dict(settings.template_args)
-        for turn in user_turns(job):
+        for turn in user_turns(job.conversation.messages):
             told += turn
-            if told[-1]["role"] != "user":
-                break
             reply = await client.chat.completions.create(
                 model=self._model,
                 messages=list(told),

@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from jetflow.targets import Target
 from jetflow.training.data import Example
@@ -151,10 +152,7 @@ def _states_of(target: Target, sequences: list[list[int]], taps: Sequence[int]) 
         # In rising order the next sequence is the longest.
         while order and len(sequences[order[0]]) * (len(part) + 1) <= TOKENS_PER_PASS:
             part.append(order.pop(0))
-        longest = len(sequences[part[-1]])
-        token_ids = torch.zeros(len(part), longest, dtype=torch.int64)
-        for row, i in enumerate(part):
-            token_ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
+        token_ids = pad_sequence([torch.tensor(sequences[i]) for i in part], batch_first=True)
         features, final = target.features(token_ids.to(target.device), taps)
         for row, i in enumerate(part):
             length = len(sequences[i])

@@ -163,15 +163,3 @@ def _found_answers(out: Path, stamp: Mapping[str, Any]) -> set[tuple[str, int]]:
                 )
         found.add((record["id"], record["sample"]))
     return found
-
-
-def user_turns(job: Job) -> list[list[Message]]:
-    """Returns a conversation without its answers: one group of messages per user turn, a system turn before it included."""
-    groups: list[list[Message]] = [[]]
-    for message in job.conversation.messages:
-        if message["role"] == "assistant":
-            continue
-        groups[-1].append(message)
-        if message["role"] == "user":
-            groups.append([])
-    return [group for group in groups if group]
