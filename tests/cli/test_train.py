@@ -1,8 +1,11 @@
 """From prompts to a published head with the commands alone, and the recipe's errors."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,30 @@ def test_from_prompts_to_a_published_head(tmp_path, answers, capsys):
     weights = load_head(tmp_path / "run" / "head").state_dict()
     assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
     assert all(torch.equal(value, weights[name]) for name, value in load_head(tmp_path / "run" / "head").state_dict().items())
+
+
+def test_torchrun_trains_one_head_and_writes_one_record(tmp_path, answers):
+    recipe = write_recipe(tmp_path, answers)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29543",
+        "-m",
+        "jetflow",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, "train", str(recipe), "--out", str(tmp_path / "two")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert main(["train", str(recipe), "--out", str(tmp_path / "one")]) == 0
+    one, two = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("one", "two"))
+    assert [record["step"] for record in two] == [record["step"] for record in one] == [1, 2, 2, 3, 4, 4]
+    load_head(tmp_path / "two" / "head")
 
 
 def test_stopped_run_goes_on_and_its_records_do_not_repeat(tmp_path, answers):
@@ -222,8 +249,6 @@ def test_endpoint_and_model_belong_together(tmp_path, capsys):
 
 
 def test_tensorboard_that_is_not_installed_is_a_clear_error(tmp_path, answers, capsys, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     recipe = write_recipe(tmp_path, answers, "tensorboard = true\n" + RECIPE)
     assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
