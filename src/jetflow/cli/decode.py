@@ -55,7 +55,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--attention", default="sdpa", help="transformers' attention for the prompt")
+    parser.add_argument("--attention", default="sdpa", help="transformers' attention for the prompt, or triton for tree passes")
 
 
 def _demo(args: argparse.Namespace) -> int:

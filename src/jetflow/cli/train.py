@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from jetflow.cli.recipe import HeadSection, LossSection, Recipe
     from jetflow.heads.block_draft_head import BlockDraftHead
+    from jetflow.heads.config import DraftHeadConfig
     from jetflow.targets import Target
     from jetflow.training.data import Example
     from jetflow.training.progress import TrainingLog
@@ -74,7 +75,7 @@ def _train(args: argparse.Namespace) -> int:
         if accelerator.is_main_process:
             print(f"stopped after step {trainer.step}; the same command goes on from there", file=sys.stderr)
         return 0
-    _publish(recipe, trainer, target, out, accelerator)
+    _publish(args, recipe, trainer, target, accelerator)
     return 0
 
 
@@ -132,7 +133,7 @@ def _features(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.recipe}: [data] features must say where the states go")
     target = _target(recipe, Accelerator())
     examples, max_length = _examples(recipe, target), _max_length(recipe, target)
-    taps = _head(recipe, target).config.taps
+    taps = (_head(recipe, target).config if recipe.head.start_from else _head_config(recipe.head, target)).taps
     size = estimate_bytes(examples, len(taps), target.hidden_size, max_length)
     print(f"{len(examples)} examples, {size / 1e9:.2f} GB in {recipe.data.features}", file=sys.stderr)
     written = write_features(
@@ -165,7 +166,6 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
 
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.checkpoint import load_head
-    from jetflow.heads.config import DraftHeadConfig
     from jetflow.training.warm_start import warm_start
 
     section = recipe.head
@@ -177,7 +177,13 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
             load_head(section.start_from, dtype=torch.float32), target, block_size=section.block_size,
             num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
         )  # fmt: skip
-    config = DraftHeadConfig.for_target(
+    return BlockDraftHead(_head_config(section, target))
+
+
+def _head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
+    from jetflow.heads.config import DraftHeadConfig
+
+    return DraftHeadConfig.for_target(
         target.config,
         num_layers=DEFAULT_LAYERS if section.num_layers is None else section.num_layers,
         block_size=DEFAULT_BLOCK if section.block_size is None else section.block_size,
@@ -185,7 +191,6 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
         taps=section.taps,
         causal=section.causal is not False,
     )
-    return BlockDraftHead(config)
 
 
 def _mask_token_id(section: HeadSection, tokenizer: Any) -> int:
@@ -260,33 +265,33 @@ def _heldout(recipe: Recipe, target: Target) -> list[list[int]]:
     return prompts
 
 
-def _publish(recipe: Recipe, trainer: Trainer, target: Target, out: Path, accelerator: Accelerator) -> None:
+def _publish(args: argparse.Namespace, recipe: Recipe, trainer: Trainer, target: Target, accelerator: Accelerator) -> None:
     from jetflow.cli.recipe import write_recipe
     from jetflow.heads.checkpoint import save_frequent_tokens
-    from jetflow.training.evaluation import TauReport
     from jetflow.training.progress import read_metrics
     from jetflow.training.publish import RunFacts, file_sha256, write_card
     from jetflow.training.regenerate import target_fingerprint
 
+    out = Path(args.out)
     trainer.save_head(out / "head")
     if not accelerator.is_main_process:
         return
     metrics = read_metrics(out)
     steps = [one for one in metrics if "loss" in one]
     evaluations = [one for one in metrics if "tau" in one]
-    last = evaluations[-1]["tau"] if evaluations else {}
     facts = RunFacts(
         target=Path(recipe.target.name).name,
         fingerprint=target_fingerprint(target),
         data={Path(name).name: file_sha256(Path(name)) for name in recipe.data.train if Path(name).is_file()},
         recipe=write_recipe(recipe),
-        command="jetflow train RECIPE.toml --out DIR",
+        # Names without their folders, which mean nothing elsewhere.
+        command=f"jetflow train {Path(args.recipe).name} --out {out.name}",
         head=trainer.head_config,
         num_parameters=sum(weight.numel() for weight in trainer.head.parameters()),
         num_steps=trainer.step,
         num_tokens=steps[-1]["tokens_seen"],
         seconds=sum(one["seconds"] for one in steps),
-        taus=[TauReport(int(budget), tau, 0, 0) for budget, tau in last.items()],
+        taus=evaluations[-1]["tau"] if evaluations else {},
     )
     write_card(out / "head", facts, metrics)
     if recipe.loss.num_frequent is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetflow.trees.token_tree import ancestor_mask
+
 WORD = 64
 
 
@@ -29,16 +31,7 @@ def pack_ancestors(parents: Tensor) -> Tensor:
     """
     if parents.dim() != 2 or parents.dtype != torch.int64:
         raise ValueError(f"parents must be int64 [B, N], got {parents.dtype} {list(parents.shape)}")
-    batch, nodes = parents.shape
-    above = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    jump = parents
-    # Pointer doubling: after k rounds every node knows its 2^k nearest ancestors.
-    while bool((jump >= 0).any()):
-        known = jump.clamp(min=0)
-        further = above.gather(1, known[:, :, None].expand_as(above)) & (jump >= 0)[:, :, None]
-        above = above | further
-        jump = torch.where(jump >= 0, jump.gather(1, known), jump)
-    return pack_bits(above)
+    return pack_bits(ancestor_mask(parents))
 
 
 def pack_bits(visible: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention of tree nodes over their row's committed prefix and their own ancestors, for batches of trees of any sizes.
 
-`tree_attention` runs in Triton, `tree_attention_reference` is its plain PyTorch twin, with the same signature. Neither
-needs anything else of jetflow. Keys and values lie where the cache keeps them: the prefix of a row, then its own nodes,
+`tree_attention` runs in Triton, `tree_attention_reference` is its plain PyTorch twin, with the same signature; both
+take tensors only. Keys and values lie where the cache keeps them: the prefix of a row, then its own nodes,
 in contiguous memory or in pages.
 
 Dimension key: B rows, T nodes of all trees, Hq query heads, Hk key-value heads, S slots, D head dimension, W words.

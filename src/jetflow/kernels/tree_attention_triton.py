@@ -60,6 +60,24 @@ def _visible(
 
 
 @triton.jit
+def _capped(logits, softcap):
+    """`softcap * tanh(logits / softcap)`, by exp, which the interpreter and every chip have."""
+    e = tl.exp(2.0 * tl.minimum(tl.maximum(logits / softcap, -15.0), 15.0))
+    return softcap * (e - 1.0) / (e + 1.0)
+
+
+@triton.jit
+def _softmax_step(logits, best, total):
+    """Online softmax: new maximum and sum of each row, the factor for what was summed before, and the new weights."""
+    higher = tl.maximum(best, tl.max(logits, 1))
+    # A row that has seen nothing yet keeps -inf; 0 in its place keeps exp away from inf - inf.
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(logits - safe[:, None])
+    shrink = tl.exp(best - safe)
+    return higher, total * shrink + tl.sum(weights, 1), shrink, weights
+
+
+@triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, bits_ptr, starts_ptr, prefix_ptr, depth_ptr, table_ptr, out_ptr, lse_ptr,
     q_t, q_h, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, table_b, out_z, out_t, out_h, lse_z, lse_t,
@@ -115,28 +133,20 @@ def _attend(
         else:
             logits = tl.dot(q, tl.trans(k)) * scale
         if SOFTCAP:
-            # tanh by exp, which the interpreter and every target have.
-            e = tl.exp(2.0 * tl.minimum(tl.maximum(logits / softcap, -15.0), 15.0))
-            logits = softcap * (e - 1.0) / (e + 1.0)
+            logits = _capped(logits, softcap)
         # Prefix tiles need no mask but under a window.
         if WINDOW | (begin + BLOCK_S > prefix):
             seen = _visible(
                 bits_ptr, depth_ptr, place, depth, begin, prefix, start, count, s, window, WORDS, WINDOW, BLOCK_S
             )  # fmt: skip
             logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(best, tl.max(logits, 1))
-        # A row that has seen nothing yet keeps -inf; 0 in its place keeps exp away from inf - inf.
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(logits - safe[:, None])
-        shrink = tl.exp(best - safe)
-        total = total * shrink + tl.sum(weights, 1)
+        best, total, shrink, weights = _softmax_step(logits, best, total)
         v_offsets = _offsets(table_ptr, row, table_b, slot, v_b, v_s, valid, PAGE)
         v = tl.load(v_base + v_offsets[:, None] + d[None, :] * v_d, mask=inside, other=0.0)
         if WIDE:
             acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
         else:
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-        best = higher
     something = total > 0
     acc = acc / tl.where(something, total, 1.0)[:, None]
     lse = tl.where(something, best + tl.log(tl.where(something, total, 1.0)), float("-inf"))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jetflow.heads.config import DraftHeadConfig
-from jetflow.training.evaluation import TauReport
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class RunFacts:
         num_steps: optimizer steps done.
         num_tokens: tokens that the steps went through, repetitions included.
         seconds: of training, evaluations not included.
-        taus: the last evaluation.
+        taus: measured tau of each budget in the last evaluation.
     """
 
     target: str
@@ -43,7 +42,7 @@ class RunFacts:
     num_steps: int
     num_tokens: int
     seconds: float
-    taus: Sequence[TauReport]
+    taus: Mapping[str, float | None]
 
 
 def file_sha256(path: Path) -> str:
@@ -66,7 +65,7 @@ def write_card(folder: Path, facts: RunFacts, metrics: Sequence[Mapping[str, Any
         "num_steps": facts.num_steps,
         "tokens_seen": facts.num_tokens,
         "training_seconds": round(facts.seconds),
-        "tau": {str(one.budget): one.tau for one in facts.taus},
+        "tau": dict(facts.taus),
         "evaluations": [one for one in metrics if "tau" in one],
         "versions": {name: version(name) for name in ("jetflow", "torch", "transformers")},
         "machine": platform.machine(),
@@ -116,7 +115,7 @@ def _smooth(values: Sequence[float], share: float = 0.02) -> list[float]:
 
 
 def _card(facts: RunFacts, result: Mapping[str, Any]) -> str:
-    rows = "\n".join(f"| {one.budget} | {'-' if one.tau is None else f'{one.tau:.2f}'} |" for one in facts.taus)
+    rows = "\n".join(f"| {budget} | {'-' if tau is None else f'{tau:.2f}'} |" for budget, tau in facts.taus.items())
     data = "\n".join(f"- `{name}`: sha256 `{digest[:16]}...`" for name, digest in facts.data.items())
     kind = "causal" if facts.head.causal else "bidirectional"
     size, head = f"{facts.num_parameters / 1e6:.1f} million parameters", facts.head

@@ -112,22 +112,8 @@ class TokenTree:
         return torch.arange(self.max_nodes, device=self.tokens.device) < self.num_nodes[:, None]
 
     def ancestor_mask(self) -> Tensor:
-        """Returns bool [B, N, N]: entry (i, j) says that j is i or an ancestor of i. Padding sees itself only.
-
-        Pointer doubling: after step t every node knows its 2^t nearest ancestors, so log2(N) steps are enough for any
-        shape and nothing is read back from the device.
-        """
-        nodes = self.max_nodes
-        index = torch.arange(nodes, device=self.tokens.device)
-        # One extra node stands for "above the root": it points to itself and is cut off at the end.
-        jump = torch.where(self.parents >= 0, self.parents, nodes)
-        jump = torch.cat([jump, jump.new_full((self.batch_size, 1), nodes)], dim=1)
-        padded = torch.arange(nodes + 1, device=self.tokens.device)
-        mask = (padded[:, None] == padded[None, :]).expand(self.batch_size, -1, -1).clone()
-        for _ in range(max(1, (nodes - 1).bit_length())):
-            mask = mask | mask.gather(1, jump[:, :, None].expand(-1, -1, nodes + 1))
-            jump = jump.gather(1, jump)
-        return mask[:, : len(index), : len(index)]
+        """Returns bool [B, N, N]: entry (i, j) says that j is i or an ancestor of i. Padding sees itself only."""
+        return ancestor_mask(self.parents)
 
     def first(self, num_nodes: int) -> TokenTree:
         """Returns the trees cut to their first `num_nodes` nodes, which is again a tree as parents come first.
@@ -192,6 +178,24 @@ class TokenTree:
         tokens = [graph.nodes[node]["token"] for node in order]
         scores = [graph.nodes[node].get("score", 0.0) for node in order]
         return cls.from_parents([tokens], [parents], [scores])
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Returns bool [B, N, N] from `parents` int64 [B, N], -1 for roots and padding; see `TokenTree.ancestor_mask`.
+
+    Pointer doubling: after step t every node knows its 2^t nearest ancestors, so log2(N) steps are enough for any shape
+    and nothing is read back from the device.
+    """
+    batch, nodes = parents.shape
+    # One extra node stands for "above the root": it points to itself and is cut off at the end.
+    jump = torch.where(parents >= 0, parents, nodes)
+    jump = torch.cat([jump, jump.new_full((batch, 1), nodes)], dim=1)
+    padded = torch.arange(nodes + 1, device=parents.device)
+    mask = (padded[:, None] == padded[None, :]).expand(batch, -1, -1).clone()
+    for _ in range(max(1, (nodes - 1).bit_length())):
+        mask = mask | mask.gather(1, jump[:, :, None].expand(-1, -1, nodes + 1))
+        jump = jump.gather(1, jump)
+    return mask[:, :nodes, :nodes]
 
 
 def _checked_depths(tokens: list[int], parents: list[int], scores: list[float], num_nodes: int, *, row_index: int) -> list[int]:
