@@ -1,6 +1,7 @@
 """Question: do the kernels compile for GPUs that are not here, without spills and within each chip's shared memory?
 
     python -m bench.kernels --compile-only        (a few minutes; --quick: one shape per chip)
+    python -m bench.kernels --roofline            (the floor of a call, computed)
 
 Compiles the tree attention kernel for sm_80, sm_90 and sm_100 at real shapes and prints registers, spills, shared memory,
 how many programs of a kernel fit on one multiprocessor, and whether Hopper's wgmma is used.
@@ -19,6 +20,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jetflow.kernels.cost import tree_attention_cost
 from jetflow.kernels.tree_attention import SPLIT
 from jetflow.kernels.tree_attention_triton import _attend, tile_sizes
 
@@ -26,6 +28,8 @@ from jetflow.kernels.tree_attention_triton import _attend, tile_sizes
 CHIPS = {80: (163 * 1024, 164 * 1024, 65536), 90: (227 * 1024, 228 * 1024, 65536), 100: (227 * 1024, 228 * 1024, 65536)}
 MODELS = {"Qwen3-8B": (32, 8, 128), "Qwen3-30B-A3B": (32, 4, 128), "SmolLM2-135M": (9, 3, 64)}
 NODES = (16, 64, 256)
+# An H100's memory and tensor cores by its data sheet.
+BYTES_PER_SECOND, FLOPS_PER_SECOND = 3.35e12, 990e12
 
 
 class Compiled(NamedTuple):
@@ -89,20 +93,42 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile-only", action="store_true", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--compile-only", action="store_true")
+    what.add_argument("--roofline", action="store_true")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
+    Console(width=120).print(roofline() if args.roofline else compile_table(args.quick))
+
+
+def roofline() -> Table:
+    """The floor of one layer's call at Qwen3-8B's shape in bfloat16."""
+    table = Table("rows", "prefix", "nodes", "MB", "GFLOP", "floor, us", "bound by")
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), MODELS["Qwen3-8B"], strict=True))
+    for rows in (1, 8):
+        for prefix in (1024, 8192, 32768):
+            for nodes in (64, 256):
+                cost = tree_attention_cost([nodes] * rows, [prefix] * rows, **sizes)
+                seconds = cost.seconds(BYTES_PER_SECOND, FLOPS_PER_SECOND)
+                bound = "memory" if seconds == cost.num_bytes / BYTES_PER_SECOND else "arithmetic"
+                numbers = (f"{cost.num_bytes / 1e6:.1f}", f"{cost.num_flops / 1e9:.2f}", f"{seconds * 1e6:.1f}")
+                table.add_row(str(rows), str(prefix), str(nodes), *numbers, bound)
+    return table
+
+
+def compile_table(quick: bool) -> Table:
+    """What the kernel uses on each chip and shape."""
     table = Table("chip", "model", "nodes", "memory", "registers", "spilled", "shared KiB", "programs per SM", "wgmma")
     for chip in CHIPS:
-        for model, heads in list(MODELS.items())[: 1 if args.quick else None]:
-            for nodes in NODES[-1:] if args.quick else NODES:
+        for model, heads in list(MODELS.items())[: 1 if quick else None]:
+            for nodes in NODES[-1:] if quick else NODES:
                 for page_size in (0, 16):
                     found = compile_attention(chip, heads, nodes, "bf16", page_size)
                     memory = "contiguous" if page_size == 0 else f"pages of {page_size}"
                     numbers = (found.registers, found.spilled_bytes, f"{found.shared_bytes / 1024:.0f}")
                     last = (found.programs_per_multiprocessor, "yes" if found.uses_wgmma else "no")
                     table.add_row(f"sm_{chip}", model, str(nodes), memory, *map(str, numbers + last))
-    Console(width=120).print(table)
+    return table
 
 
 if __name__ == "__main__":

@@ -123,6 +123,12 @@ def summary(written: list, seconds: list[float], plain: list, plain_seconds: lis
     }
 
 
+def mean_tau(speed: dict[str, dict[str, dict]]) -> dict[str, float]:
+    """Mean over files of each method's tau, where it is known."""
+    names = [name for name, row in next(iter(speed.values())).items() if row["tau"] is not None]
+    return {name: round(statistics.fmean(rows[name]["tau"] for rows in speed.values()), 2) for name in names}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
@@ -149,6 +155,7 @@ def main() -> None:
         "settings": settings,
         "float32_texts_equal": equal,
         "bfloat16": speed,
+        "mean_tau": mean_tau(speed),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

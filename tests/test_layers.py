@@ -24,6 +24,7 @@ LEVELS = {
     "caches": 3,
     "paged_cache": 3,
     "targets": 3,
+    "target_checks": 3,
     "verifiers": 3,
     "drafters": 3,
     "results": 3,
@@ -39,6 +40,7 @@ LEVELS = {
 WITHIN_LEVEL = {
     ("trees", "scoring"),
     ("targets", "caches"),
+    ("targets", "target_checks"),
     ("targets", "paged_cache"),
     ("paged_cache", "caches"),
     ("verifiers", "targets"),

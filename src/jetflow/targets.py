@@ -14,22 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_flash_attn_2_available
 
 from jetflow.caches import TreeCache
 from jetflow.paged_cache import PagedTreeCache, PagePool
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Settings with which attention or logits are more than softmax(q k) v and lm_head(hidden).
-UNSUPPORTED_SETTINGS = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "embedding_multiplier",
-    "attention_chunk_size",
-)
+from jetflow.target_checks import check_supported, checked_attention
 
 
 class Target:
@@ -53,7 +41,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, attention: str | None = None):
-        _check_supported(model)
+        check_supported(model)
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -61,7 +49,7 @@ class Target:
         if attention == "triton" and find_spec("triton") is None:
             raise ValueError("attention='triton' needs the triton package: pip install 'jetflow[triton]'")
         self.tree_kernel = "triton" if attention == "triton" else "torch"
-        self.attention = _checked_attention(attention) if attention not in (None, "triton") else own
+        self.attention = checked_attention(attention) if attention not in (None, "triton") else own
         self.decoder = model.get_decoder()
         self._input_weight = cast(Tensor, model.get_input_embeddings().weight)
         parameters = inspect.signature(model.forward).parameters
@@ -91,7 +79,7 @@ class Target:
         model = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=dtype or "auto",
-            attn_implementation="sdpa" if attention == "triton" else _checked_attention(attention),
+            attn_implementation="sdpa" if attention == "triton" else checked_attention(attention),
         )
         try:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -283,38 +271,3 @@ def _capture(layers: nn.ModuleList, taps: Sequence[int]) -> Iterator[dict[int, T
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _checked_attention(attention: str) -> str:
-    if attention.startswith("flash_attention_2") and not is_flash_attn_2_available():
-        raise ValueError(
-            f"attention={attention!r} needs the flash-attn package and a CUDA device: pip install 'jetflow[flash-attn]'"
-        )
-    if attention != "eager" and attention not in ALL_ATTENTION_FUNCTIONS:
-        known = ", ".join(sorted(["eager", "triton", *ALL_ATTENTION_FUNCTIONS]))
-        raise ValueError(f"attention={attention!r} must be one of {known}")
-    return attention
-
-
-def _check_supported(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model whose cache cannot be rolled back or whose passes mean more than we compute."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    if config.is_encoder_decoder:
-        raise ValueError(f"model type {name!r} is an encoder-decoder; a target must be decoder-only")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or kinds - SUPPORTED_LAYER_TYPES:
-        found = ", ".join(sorted(kinds - SUPPORTED_LAYER_TYPES)) or "a recurrent state"
-        raise ValueError(
-            f"model type {name!r} keeps {found}, which cannot be rolled back to an accepted path; a target must have "
-            "full or sliding-window attention in every layer"
-        )
-    for setting in UNSUPPORTED_SETTINGS:
-        if getattr(config, setting, None) not in (None, 1, 1.0):
-            raise ValueError(f"model type {name!r} sets {setting}={getattr(config, setting)}, which is not supported yet")
-    if model.training and getattr(config, "attention_dropout", None):
-        raise ValueError("the model drops attention weights at random while it is in training mode; call model.eval()")
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        raise ValueError("the model is split over several devices; load it on one device")
-    if model.get_output_embeddings() is None or not hasattr(model.get_decoder(), "layers"):
-        raise ValueError(f"model type {name!r} must have a decoder with `layers` and an output embedding")

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jetflow.training.evaluation import TauReport
-from jetflow.training.settings import StepReport
+from jetflow.training.totals import StepReport
 
 METRICS = "metrics.jsonl"
 # Steps over which the displayed numbers are averaged.

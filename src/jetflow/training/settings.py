@@ -1,10 +1,9 @@
-"""How long and how fast to train, and what a step reports."""
+"""How long and how fast to train."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,3 @@ class TrainSettings:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-class StepReport(NamedTuple):
-    """What one optimizer step did, summed over passes and devices. `step` counts from 1."""
-
-    step: int
-    loss: float
-    accuracy_by_depth: list[float]
-    expected_acceptance_length: float
-    learning_rate: float
-    grad_norm: float
-    num_tokens: int
-    num_slots: int
-    seconds: float

@@ -31,9 +31,10 @@ from jetflow.targets import Target
 from jetflow.training.checkpoints import last_checkpoint, load_checkpoint, save_checkpoint
 from jetflow.training.optimizers import adamw
 from jetflow.training.rows import AnchoredBatch, TrainingRows
-from jetflow.training.settings import StepReport, TrainSettings
+from jetflow.training.settings import TrainSettings
 from jetflow.training.sharding import shard_head, shard_target
 from jetflow.training.step import StepOutput, StepSettings, TeacherStates, block_loss
+from jetflow.training.totals import StepReport, StepTotals, sum_passes
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 LOAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
@@ -216,8 +217,11 @@ class Trainer:
                 (out.loss * out.weight_sum).backward()
             num_tokens += sum(end - begin for row in anchored.documents for _, begin, end in row)
             outputs.append(out._replace(loss=out.loss.detach()))
-        totals = self._totals(outputs, num_tokens)
-        self._apply(totals[0])
+        # A signal reaches processes at different moments; all stop after the step in which the first has seen it.
+        summed = self.accelerator.reduce(sum_passes(outputs, num_tokens, self._asked_to_stop.is_set()), reduction="sum")
+        totals = StepTotals.from_tensor(summed)
+        self.stopped = totals.num_stops > 0
+        self._apply(totals.weight_sum)
         self.step += 1
         return self._report(totals, time.perf_counter() - begin)
 
@@ -230,20 +234,6 @@ class Trainer:
                 self.head, self.target, anchored.batch, anchors=anchored.anchors, valid=anchored.valid,
                 settings=self.step_settings, states=states, generator=generator,
             )  # fmt: skip
-
-    def _totals(self, outputs: list[StepOutput], num_tokens: int) -> list[float]:
-        """Sums over passes and devices: weight, loss, anchors, lengths, tokens, stop signals, then hits and slots by depth."""
-        loss = sum((out.loss * out.weight_sum for out in outputs), torch.zeros((), device=outputs[0].loss.device))
-        parts: list[Any] = [sum(out.weight_sum for out in outputs), loss]
-        parts += [sum(out.num_anchors for out in outputs)]
-        parts += [sum(out.expected_acceptance_length * out.num_anchors for out in outputs), num_tokens]
-        # A signal reaches processes at different moments; all stop after the step in which the first has seen it.
-        parts += [float(self._asked_to_stop.is_set())]
-        depth = len(outputs[0].num_slots_by_depth)
-        parts += [sum(out.accuracy_by_depth[d] * out.num_slots_by_depth[d] for out in outputs) for d in range(depth)]
-        parts += [sum(out.num_slots_by_depth[d] for out in outputs) for d in range(depth)]
-        summed = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=loss.device) for part in parts])
-        return self.accelerator.reduce(summed, reduction="sum").tolist()
 
     def _apply(self, weight_sum: float) -> None:
         """Divides the summed gradients by the weight of the whole step, and takes the step."""
@@ -264,23 +254,10 @@ class Trainer:
             for name, weight in self._weights().items():
                 self._average[name].lerp_(weight, 1 - decay)
 
-    def _report(self, totals: list[float], seconds: float) -> StepReport:
-        weight, loss, anchors, lengths, tokens, stops, *by_depth = totals
-        self.stopped = stops > 0
-        depth = len(by_depth) // 2
-        accuracy = [hits / slots if slots else 0.0 for hits, slots in zip(by_depth[:depth], by_depth[depth:], strict=True)]
+    def _report(self, totals: StepTotals, seconds: float) -> StepReport:
         norm = self._grad_norm.full_tensor() if hasattr(self._grad_norm, "full_tensor") else self._grad_norm
-        return StepReport(
-            step=self.step,
-            loss=loss / weight if weight else 0.0,
-            accuracy_by_depth=accuracy,
-            expected_acceptance_length=lengths / anchors if anchors else 0.0,
-            learning_rate=self.settings.learning_rate * self.settings.rate_factor(self.step - 1),
-            grad_norm=float(norm),
-            num_tokens=int(tokens),
-            num_slots=int(sum(by_depth[depth:])),
-            seconds=seconds,
-        )
+        rate = self.settings.learning_rate * self.settings.rate_factor(self.step - 1)
+        return totals.report(step=self.step, learning_rate=rate, grad_norm=float(norm), seconds=seconds)
 
     def _stamp(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
