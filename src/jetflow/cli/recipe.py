@@ -47,6 +47,8 @@ class HeadSection:
     mask_token: str | None = None
     mask_token_id: int | None = None
     causal: bool | None = None
+    correction: str | None = None
+    correction_rank: int | None = None
     start_from: str | None = None
 
 
@@ -61,6 +63,7 @@ class LossSection:
     chunk_size: int = 1024
     num_frequent: int | None = None
     num_random: int = 1024
+    marginal_share: float = 0.25
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jetflow.training.trainer import Trainer
 
 # The published head.
-DEFAULT_LAYERS, DEFAULT_BLOCK = 5, 16
+DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_RANK = 5, 16, 128
 
 
 def add_train_commands(commands: Any) -> None:
@@ -176,6 +176,7 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
         return warm_start(
             load_head(section.start_from, dtype=torch.float32), target, block_size=section.block_size,
             num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
+            correction=section.correction, correction_rank=section.correction_rank,
         )  # fmt: skip
     return BlockDraftHead(_head_config(section, target))
 
@@ -190,6 +191,8 @@ def _head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
         mask_token_id=_mask_token_id(section, target.tokenizer),
         taps=section.taps,
         causal=section.causal is not False,
+        correction=section.correction,
+        correction_rank=DEFAULT_RANK if section.correction_rank is None else section.correction_rank,
     )
 
 
@@ -235,7 +238,7 @@ def _step_settings(section: LossSection, target: Target, rows: TrainingRows) -> 
         frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
         vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
     form = masks.block_mask if target.device.type == "cuda" else masks.dense
-    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary)
+    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share)
 
 
 def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) -> None:

@@ -10,13 +10,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from jetflow import masks
+from jetflow.drafters.conditional import ConditionalLaws
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.context_cache import HeadCache
-from jetflow.protocols import DraftContext, TreeExpander
+from jetflow.protocols import CandidateSource, DraftContext, TreeExpander
 from jetflow.targets import Target
 from jetflow.trees.expanders import BestFirst
 from jetflow.trees.sources import MarginalSource
 from jetflow.trees.token_tree import TokenTree
+
+# Candidates of a depth that a correction compares with those of the depth before, unless told otherwise.
+CONDITIONAL_WIDTH = 32
 
 
 class ParallelDrafter:
@@ -26,7 +30,8 @@ class ParallelDrafter:
         head: the draft head, made for `target`.
         target: the frozen model; its embedding and output embedding are used.
         expander: how the tree is built from the per-depth laws; the exact best-first tree when absent.
-        width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact.
+        width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact. For a
+            head with a correction these are the candidates of a depth, and 32 at most when absent.
         vocabulary: int64 [R], the only tokens that are drafted, such as the most frequent ones, each once. The output
             embedding then costs R / V as much, and the text stays the same; all tokens when absent.
 
@@ -63,6 +68,7 @@ class ParallelDrafter:
         self._width = width
         self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
         self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
+        self._laws = None if head.correction is None else ConditionalLaws(head.correction, target)
         self._cache: HeadCache | None = None
         size = head.config.block_size
         rule = masks.in_block(causal=head.config.causal, block_size=size, context_len=0)
@@ -80,30 +86,46 @@ class ParallelDrafter:
 
     @torch.no_grad()
     def draft_logits(self, root_tokens: Tensor, depth: int) -> Tensor:
-        """Returns the head's logits for the `depth` positions after `root_tokens` int64 [B].
+        """Returns the head's logits for the `depth` positions after `root_tokens` int64 [B], without its correction.
 
         They are float [B, depth, V], or [B, depth, R] over the tokens of `vocabulary` where there is one.
         """
-        assert self._cache is not None, "reset comes before draft_logits"
-        config = self._head.config
-        # In a causal block no position depends on later ones, so those need not be computed.
-        size = depth + 1 if config.causal else config.block_size
-        block = root_tokens.new_full((len(root_tokens), size), config.mask_token_id)
-        block[:, 0] = root_tokens
-        mask = self._in_block_mask[:size, :size]
-        hidden = self._head.draft(self._target.embed(block), self._cache, mask)
-        drafted = hidden[:, 1 : depth + 1]
-        return self._target.lm_head(drafted) if self._output_rows is None else linear(drafted, *self._output_rows)
+        return self._logits(self._draft(root_tokens, depth))
 
     def propose(self, context: DraftContext, budget: int) -> TokenTree:
         """Returns trees of at most `budget` nodes and at most `block_size - 1` levels."""
         depth = min(self._head.config.block_size - 1, context.max_depth, budget - 1)
         if depth < 1:
             return TokenTree.root_only(context.root_tokens)
-        logits = self.draft_logits(context.root_tokens, depth)
-        context.mark("build")
-        source = MarginalSource.from_logits(logits, self._width or budget - 1, token_ids=self._vocabulary)
+        source = self._source(context, depth, budget)
         return self._expander(context.root_tokens, source, budget)
+
+    @torch.no_grad()
+    def _source(self, context: DraftContext, depth: int, budget: int) -> CandidateSource:
+        states = self._draft(context.root_tokens, depth)
+        if self._laws is None:
+            logits = self._logits(states)
+            context.mark("build")
+            return MarginalSource.from_logits(logits, self._width or budget - 1, token_ids=self._vocabulary)
+        states = self._laws.correct_first(states, context.root_tokens)
+        logits = self._logits(states)
+        context.mark("build")
+        width = self._width or min(budget - 1, CONDITIONAL_WIDTH)
+        return self._laws.source(states, logits, width, self._vocabulary)
+
+    def _draft(self, root_tokens: Tensor, depth: int) -> Tensor:
+        """One pass of the head: hidden states [B, depth, H] of the positions after the roots."""
+        assert self._cache is not None, "reset comes before a draft"
+        config = self._head.config
+        # In a causal block no position depends on later ones, so those need not be computed.
+        size = depth + 1 if config.causal else config.block_size
+        block = root_tokens.new_full((len(root_tokens), size), config.mask_token_id)
+        block[:, 0] = root_tokens
+        hidden = self._head.draft(self._target.embed(block), self._cache, self._in_block_mask[:size, :size])
+        return hidden[:, 1 : depth + 1]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self._target.lm_head(states) if self._output_rows is None else linear(states, *self._output_rows)
 
 
 def _checked_vocabulary(vocabulary: Tensor, target: Target) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
+from jetflow.heads.corrections import make_correction
 from jetflow.heads.rope import RotaryEmbedding, rotate
 from jetflow.kernels.masked_attention import masked_attention
 
@@ -119,6 +120,8 @@ class BlockDraftHead(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kind, rank = config.correction, config.correction_rank
+        self.correction = None if kind is None else make_correction(kind, config.hidden_size, rank)
         self._rotary = RotaryEmbedding(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def new_cache(self, batch_size: int) -> HeadCache:
@@ -168,7 +171,14 @@ class BlockDraftHead(nn.Module):
             states = layer(states, cache.layer(index), rotation, mask)
         return self.norm(states)
 
-    def forward(self, block_embeds: Tensor, features: Tensor, block_positions: Tensor, mask: Tensor | BlockMask) -> Tensor:
+    def forward(
+        self,
+        block_embeds: Tensor,
+        features: Tensor,
+        block_positions: Tensor,
+        mask: Tensor | BlockMask,
+        previous_embeds: Tensor | None = None,
+    ) -> Tensor:
         """Runs packed blocks over a whole context, as training does.
 
         Args:
@@ -176,9 +186,11 @@ class BlockDraftHead(nn.Module):
             features: float [B, S, k * Ht], tapped target states at positions 0 .. S-1.
             block_positions: int64 [B, Q], absolute positions of the block tokens.
             mask: bool [B, 1, Q, S + Q] or a BlockMask of that size; keys are context first, then blocks.
+            previous_embeds: float [B, Q, H], for a head with a correction: embeddings of the tokens before those that the
+                slots predict; rows of zeros leave their slots uncorrected, and so does None all slots.
 
         Returns:
-            float [B, Q, H], final-normed hidden states.
+            float [B, Q, H], final-normed hidden states, corrected by the path before each slot.
 
         Raises:
             ValueError: `features` has another width than the head reads.
@@ -193,7 +205,11 @@ class BlockDraftHead(nn.Module):
                 states = checkpoint(layer, states, keys_values, rotation, mask, use_reentrant=False)
             else:
                 states = layer(states, keys_values, rotation, mask)
-        return self.norm(states)
+        states = self.norm(states)
+        if self.correction is None or previous_embeds is None:
+            return states
+        blocks = (-1, self.config.block_size)
+        return self.correction(states.unflatten(1, blocks), previous_embeds.unflatten(1, blocks)).flatten(1, 2)
 
     def _project_context(self, features: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
         """Fuses the tapped states and projects them to every layer's keys and values; they are normed once, here."""

@@ -18,6 +18,8 @@ from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
 
 WEIGHTS, INDEX, FREQUENT = "model.safetensors", "model.safetensors.index.json", "frequent_tokens.json"
+# Folder of the correction, which is no part of the public format.
+CORRECTION = "correction"
 # Keys of corrections and copies that other heads of this family carry, and what they are.
 FOREIGN_TENSORS = {
     "prefix_gru": "Domino's recurrent correction",
@@ -52,19 +54,29 @@ def load_head(
     config = read_config(json.loads((folder / "config.json").read_text()))
     with torch.device("meta"):
         head = BlockDraftHead(config)
-    tensors = _checked_tensors(head, _read_tensors(folder))
+    tensors = _read_tensors(folder)
+    if config.correction is not None:
+        tensors |= _read_tensors(folder / CORRECTION)
+    tensors = _checked_tensors(head, tensors)
     head.load_state_dict({name: value.to(dtype or value.dtype) for name, value in tensors.items()}, assign=True)
     return head.to(device or "cpu").eval()
 
 
 def save_head(head: BlockDraftHead, directory: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors`; nothing of the target is in them."""
+    """Writes `config.json` and `model.safetensors`; nothing of the target is in them.
+
+    A correction goes into a folder of its own, `correction`, so that other loaders find the plain head.
+    """
     from safetensors.torch import save_file
 
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().contiguous().cpu() for name, value in head.state_dict().items()}
+    correction = {name: tensors.pop(name) for name in list(tensors) if name.startswith("correction.")}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if correction:
+        (folder / CORRECTION).mkdir(exist_ok=True)
+        save_file(correction, folder / CORRECTION / WEIGHTS, metadata={"format": "pt"})
     settings = write_config(head.config, head.fc.weight.dtype)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -124,6 +136,7 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         rope_parameters=_rope(sizes),
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
         attention_bias=sizes.get("attention_bias", False),
+        **(raw.get("jetflow_correction") or {}),
     )
 
 
@@ -165,7 +178,14 @@ def write_config(config: DraftHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
+        **_written_correction(config),
     }
+
+
+def _written_correction(config: DraftHeadConfig) -> dict[str, Any]:
+    if config.correction is None:
+        return {}
+    return {"jetflow_correction": {"correction": config.correction, "correction_rank": config.correction_rank}}
 
 
 def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
@@ -243,7 +263,7 @@ def _folder(name_or_path: str) -> Path:
         raise FileNotFoundError(f"{name_or_path} is neither a folder nor a hub name like owner/head")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
+    return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", f"{CORRECTION}/*"]))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -31,6 +31,8 @@ class DraftHeadConfig:
         rope_parameters: transformers' spelling, with `rope_type` and `rope_theta`.
         max_position_embeddings: positions that the rotary embedding is made for.
         attention_bias: whether the attention projections have biases.
+        correction: what a node's own path adds to its law, `pairwise`, `gated` or `recurrent`; None for nothing.
+        correction_rank: numbers that the correction makes of a path.
 
     Raises:
         ValueError: a rule between these is broken; the message names the key, the rule and the value.
@@ -53,6 +55,8 @@ class DraftHeadConfig:
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
     max_position_embeddings: int = 32768
     attention_bias: bool = False
+    correction: str | None = None
+    correction_rank: int = 128
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -84,6 +88,8 @@ class DraftHeadConfig:
         mask_token_id: int,
         taps: Sequence[int] | None = None,
         causal: bool = True,
+        correction: str | None = None,
+        correction_rank: int = 128,
     ) -> DraftHeadConfig:
         """Derives a head's sizes from the config of a transformers model.
 
@@ -94,6 +100,8 @@ class DraftHeadConfig:
             mask_token_id: a token that texts do not hold.
             taps: tapped layers; `default_taps` when absent.
             causal: in-block attention.
+            correction: kind of correction.
+            correction_rank: its rank.
         """
         depth, width = target_config.num_hidden_layers, target_config.hidden_size
         heads = target_config.num_attention_heads
@@ -114,6 +122,8 @@ class DraftHeadConfig:
             rms_norm_eps=target_config.rms_norm_eps,
             rope_parameters=dict(target_config.rope_parameters),
             max_position_embeddings=target_config.max_position_embeddings,
+            correction=correction,
+            correction_rank=correction_rank,
         )
 
 

@@ -93,6 +93,8 @@ class StepSettings(NamedTuple):
         mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
         chunk_size: slots whose logits exist at a time.
         vocabulary: compares over a sample of the vocabulary; over all of it when absent.
+        marginal_share: share of the blocks that a head with a correction learns without it, so that its plain laws, which
+            choose the candidates of each depth, stay good laws.
     """
 
     loss: Loss
@@ -100,6 +102,7 @@ class StepSettings(NamedTuple):
     mask_form: MaskForm = masks.dense
     chunk_size: int = 1024
     vocabulary: SampledVocabulary | None = None
+    marginal_share: float = 0.25
 
 
 def draft_loss(
@@ -172,8 +175,10 @@ def block_loss(
         The loss and its metrics.
 
     Raises:
-        ValueError: the batch has wrong shapes or dtypes, or `decay_rate` is negative.
+        ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, or `marginal_share` is not in [0, 1].
     """
+    if not 0 <= settings.marginal_share <= 1:
+        raise ValueError(f"marginal_share must be in [0, 1], got {settings.marginal_share}")
     if batch.token_ids.shape != batch.loss_mask.shape:
         raise ValueError(
             f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
@@ -189,7 +194,10 @@ def block_loss(
 
     block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, settings.mask_form)
     dtype = next(head.parameters()).dtype
-    hidden = head(block_embeds.to(dtype), states.features.to(dtype), positions, mask).unflatten(1, (-1, block_size))
+    path: dict[str, Tensor] = {}
+    if head.config.correction is not None:
+        path["previous_embeds"] = _previous_embeds(target, batch, anchors, block_size, settings.marginal_share).to(dtype)
+    hidden = head(block_embeds.to(dtype), states.features.to(dtype), positions, mask, **path).unflatten(1, (-1, block_size))
     sample = settings.vocabulary.sample(labels, generator) if settings.vocabulary else None
     lm_head = _FrozenLMHead(target, sample)
     picked = sample.index_of(labels) if sample else labels
@@ -247,6 +255,19 @@ def _packed_blocks(
     rule = masks.anchor_blocks(anchors, size, length, causal=config.causal, document_ids=batch.document_ids)
     queries = num_anchors * size
     return block_embeds, positions, mask_form(rule, rows, 1, queries, length + queries, device=anchors.device)
+
+
+@torch.no_grad()
+def _previous_embeds(target: Target, batch: Batch, anchors: Tensor, block_size: int, marginal_share: float) -> Tensor:
+    """Embeddings [B, A * T, H] of the true token before each slot's; zeros in the anchor's slot and in marginal blocks."""
+    slots = torch.arange(block_size, device=anchors.device)
+    places = (anchors.unsqueeze(-1) + slots - 1).clamp(0, batch.token_ids.shape[1] - 1).flatten(1)
+    embeds = target.embed(batch.token_ids.gather(1, places))
+    # Spread evenly over the anchors, which are drawn at random, whatever the number of rows that run together.
+    order = torch.arange(anchors.shape[1] + 1, device=anchors.device, dtype=torch.float64)
+    marginal = (order[1:] * marginal_share).floor() > (order[:-1] * marginal_share).floor()
+    known = (slots > 0) & ~marginal[:, None]
+    return embeds * known.flatten()[:, None]
 
 
 class _FrozenLMHead:

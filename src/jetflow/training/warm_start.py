@@ -20,6 +20,8 @@ def warm_start(
     taps: Sequence[int] | None = None,
     causal: bool | None = None,
     mask_token_id: int | None = None,
+    correction: str | None = None,
+    correction_rank: int | None = None,
 ) -> BlockDraftHead:
     """Returns a new head that holds the weights of `head` as far as they fit what is asked for.
 
@@ -35,6 +37,8 @@ def warm_start(
         taps: tapped layers of `target`.
         causal: in-block rule; True turns a DFlash head into a JetFlow one.
         mask_token_id: token that fills the positions to draft.
+        correction: kind of correction; one that `head` does not have starts at zero.
+        correction_rank: its rank.
 
     Raises:
         ValueError: the widths of head and target differ, or more layers are asked for than `head` has.
@@ -57,6 +61,8 @@ def warm_start(
             taps=old.taps if taps is None else tuple(taps),
             causal=old.causal if causal is None else causal,
             mask_token_id=old.mask_token_id if mask_token_id is None else mask_token_id,
+            correction=old.correction if correction is None else correction,
+            correction_rank=old.correction_rank if correction_rank is None else correction_rank,
             vocab_size=target.vocab_size,
             num_target_layers=target.num_layers,
             rope_parameters=dict(target.config.rope_parameters),
@@ -66,6 +72,11 @@ def warm_start(
     target.check_taps(new.config.taps)
     weights = head.state_dict()
     weights["fc.weight"] = _fused_columns(weights["fc.weight"], old.taps, new.config.taps)
+    # A correction of another kind or rank starts anew.
+    same = (old.correction, old.correction_rank) == (new.config.correction, new.config.correction_rank)
+    for name, fresh in new.state_dict().items():
+        if name.startswith("correction.") and not same:
+            weights[name] = fresh
     new.load_state_dict({name: weights[name].float() for name in new.state_dict()})
     return new
 

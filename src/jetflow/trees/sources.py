@@ -6,11 +6,13 @@ Dimension key: B batch, D draft levels, F frontier slots, K candidates, V vocabu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from jetflow.protocols import Frontier
+from jetflow.scoring.functions import rest_log_prob
 from jetflow.trees.ranking import likeliest_tokens
 
 
@@ -114,6 +116,32 @@ class PairwiseSource:
         table, order = log_probs.sort(dim=-1, descending=True, stable=True)
         self._rest = (tokens[:, 1:, None].expand_as(order).gather(-1, order), table)
 
+    @classmethod
+    def from_logits(
+        cls, logits: Tensor, width: int, additions: Callable[[Tensor, Tensor], Tensor], *, token_ids: Tensor | None = None
+    ) -> PairwiseSource:
+        """Takes the `width` likeliest tokens of each depth and corrects their logits by the token before.
+
+        A corrected law is normalised over the candidates, corrected, and all other tokens, as they are: the law that the
+        correction gives if it leaves the others alone. So the children of a node have at most the probability 1.
+
+        Args:
+            logits: float [B, D, V], level 1 first; those of level 1 are taken as corrected.
+            width: candidates per depth; capped at V.
+            additions: what is added to the logits of the candidates, int64 [B, D - 1, K] for depths 2 to D, behind each
+                parent, int64 [B, D - 1, K], the candidates of depths 1 to D - 1; float [B, D - 1, K (parent), K].
+            token_ids: int64 [V], the token that each column stands for, where the logits are over a part of the vocabulary.
+
+        Raises:
+            ValueError: as for `MarginalSource.from_logits`.
+        """
+        plain = MarginalSource.from_logits(logits, width, token_ids=token_ids)
+        tokens, log_probs = plain.tokens, plain.log_probs
+        rest = rest_log_prob(log_probs[:, 1:])[:, :, None]
+        corrected = log_probs[:, 1:, None] + additions(tokens[:, :-1], tokens[:, 1:]).float()
+        table = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest)
+        return cls(tokens, log_probs[:, 0], table)
+
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
         if level == 1:
@@ -124,6 +152,44 @@ class PairwiseSource:
         rows = index[:, :, None].expand(-1, -1, self._tokens.shape[2])
         tokens, log_probs = self._rest
         return tokens[:, level - 2].gather(1, rows), log_probs[:, level - 2].gather(1, rows)
+
+
+class RecurrentSource:
+    """Laws conditioned on the whole path, computed level by level for the frontier alone.
+
+    Args:
+        tokens: int64 [B, D, K], candidates of each depth.
+        log_probs: float32 [B, D, K], their uncorrected laws, level 1 first.
+        advance: turns the frontier's tokens int64 [B, F] and the memories of their parents [B, F, R] (None at the root)
+            into memories [B, F, R].
+        additions: what is added to the log-probabilities of the candidates of a level, given level and memories;
+            float [B, F, K].
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        log_probs: Tensor,
+        advance: Callable[[Tensor, Tensor | None], Tensor],
+        additions: Callable[[int, Tensor], Tensor],
+    ):
+        self.max_depth = tokens.shape[1]
+        self._tokens, self._log_probs = tokens, log_probs
+        self._rest = rest_log_prob(log_probs)
+        self._advance, self._additions = advance, additions
+        self._memory: Tensor | None = None
+
+    def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
+        before = None
+        if level > 1 and self._memory is not None:
+            before = self._memory.gather(1, frontier.parents[:, :, None].expand(-1, -1, self._memory.shape[2]))
+        self._memory = self._advance(frontier.tokens, before)
+        corrected = self._log_probs[:, level - 1, None] + self._additions(level, self._memory).float()
+        rest = self._rest[:, level - 1, None]
+        law = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest)
+        law, order = law.sort(dim=-1, descending=True, stable=True)
+        return self._tokens[:, level - 1, None].expand_as(order).gather(-1, order), law
 
 
 def _check_dtypes(tokens: Tensor, *log_probs: Tensor) -> None:
