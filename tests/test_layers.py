@@ -20,6 +20,8 @@ LEVELS = {
     "kernels": 2,
     "stopping": 2,
     "timing": 2,
+    "processing": 2,
+    "logprobs": 2,
     "heads": 3,
     "caches": 3,
     "paged_cache": 3,
@@ -28,7 +30,10 @@ LEVELS = {
     "verifiers": 3,
     "drafters": 3,
     "results": 3,
+    "generation": 3,
+    "request": 3,
     "decoding": 4,
+    "certificate": 5,
     "training": 4,
     "benchmark": 5,
     "demo": 5,
@@ -48,9 +53,13 @@ WITHIN_LEVEL = {
     ("verifiers", "paged_cache"),
     ("drafters", "targets"),
     ("drafters", "heads"),
+    ("generation", "targets"),
+    ("request", "targets"),
+    ("request", "generation"),
     ("training", "decoding"),
     ("demo", "benchmark"),
     ("cli", "demo"),
+    ("cli", "certificate"),
 }
 
 

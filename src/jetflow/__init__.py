@@ -10,7 +10,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "jetflow.acceptors": ("GreedyAcceptor", "SamplingAcceptor"),
+    "jetflow.acceptors": (
+        "BlockVerification",
+        "GreedyAcceptor",
+        "RecursiveRejection",
+        "SamplingAcceptor",
+        "TraversalVerification",
+        "TypicalAcceptance",
+    ),
     "jetflow.budgets": ("ThroughputBudget",),
     "jetflow.decoding": ("SpeculativeDecoder",),
     "jetflow.drafters.parallel": ("ParallelDrafter",),
@@ -22,8 +29,10 @@ _HOMES = {
     "jetflow.protocols": ("Acceptance", "Candidates", "DraftContext", "Frontier", "TargetOutput"),
     "jetflow.results": ("GenerationResult", "Round", "RoundStats"),
     "jetflow.targets": ("Target",),
+    "jetflow.scoring.acceptance_table": ("AcceptanceTable",),
     "jetflow.trees.expanders": ("Beam", "BestFirst", "Chain", "FanoutBestFirst", "FixedShape"),
-    "jetflow.trees.sources": ("MarginalSource", "PairwiseSource"),
+    "jetflow.trees.sampling": ("ChildSampling",),
+    "jetflow.trees.sources": ("MarginalSource", "PairwiseSource", "RecurrentSource"),
     "jetflow.trees.token_tree": ("TokenTree",),
     "jetflow.verifiers": ("TreeVerifier",),
 }

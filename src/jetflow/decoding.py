@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
 from jetflow.acceptors import GreedyAcceptor
+from jetflow.logprobs import TokenLogProbs, log_probs_of
 from jetflow.paged_cache import PagePool
 from jetflow.protocols import Acceptance, Acceptor, BudgetPolicy, DraftContext, Drafter
+from jetflow.request import Request, RequestSettings
 from jetflow.results import GenerationResult, Round, RoundStats
-from jetflow.stopping import FinishReason, keep_until_stop
+from jetflow.stopping import FinishReason
 from jetflow.targets import Target
 from jetflow.timing import PhaseTimer
 from jetflow.trees.token_tree import TokenTree
 from jetflow.verifiers import TreeVerifier
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from jetflow.processing import LogitsProcessor
 
 Prompt = str | Sequence[int]
 
@@ -31,7 +38,7 @@ class SpeculativeDecoder:
     Args:
         target: the frozen model.
         drafter: proposes a tree each round; anything with `propose(context, budget)`.
-        acceptor: which path the target follows; greedy when absent.
+        acceptor: which path the target follows; when absent greedy, or sampling where a call's `generation_config` samples.
         budget: most nodes that the target verifies in one round, root included, or a budget policy. With 1 the same
             code is plain autoregressive decoding.
         prefill_chunk: most prompt tokens in one pass.
@@ -60,6 +67,7 @@ class SpeculativeDecoder:
             raise ValueError(f"budget must be at least 1 (the root), got {max_nodes}")
         self.target = target
         self.drafter = drafter
+        self._given_acceptor = acceptor
         self.acceptor = acceptor or GreedyAcceptor()
         self.max_nodes = max_nodes
         self.policy = None if isinstance(budget, int) else budget
@@ -70,8 +78,12 @@ class SpeculativeDecoder:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int = ...,
+        max_new_tokens: int | None = ...,
         eos_token_id: int | Collection[int] | None = ...,
+        stop_strings: str | Sequence[str] = ...,
+        logits_processors: Sequence[LogitsProcessor] = ...,
+        generation_config: GenerationConfig | None = ...,
+        log_probs: int | None = ...,
         seed: int | None = ...,
         streamer: Any = ...,
         on_round: Callable[[Round], None] | None = ...,
@@ -82,8 +94,12 @@ class SpeculativeDecoder:
         self,
         prompt: list[str] | list[list[int]],
         *,
-        max_new_tokens: int = ...,
+        max_new_tokens: int | None = ...,
         eos_token_id: int | Collection[int] | None = ...,
+        stop_strings: str | Sequence[str] = ...,
+        logits_processors: Sequence[LogitsProcessor] = ...,
+        generation_config: GenerationConfig | None = ...,
+        log_probs: int | None = ...,
         seed: int | None = ...,
         streamer: Any = ...,
         on_round: Callable[[Round], None] | None = ...,
@@ -93,8 +109,12 @@ class SpeculativeDecoder:
         self,
         prompt: Prompt | list[str] | list[list[int]],
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         eos_token_id: int | Collection[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        logits_processors: Sequence[LogitsProcessor] = (),
+        generation_config: GenerationConfig | None = None,
+        log_probs: int | None = None,
         seed: int | None = None,
         streamer: Any = None,
         on_round: Callable[[Round], None] | None = None,
@@ -103,8 +123,15 @@ class SpeculativeDecoder:
 
         Args:
             prompt: text, token ids, or a list of either. Text is tokenised as it is, special tokens added.
-            max_new_tokens: most new tokens; also capped by the positions that the target is made for.
-            eos_token_id: id or ids that end the text; the target's own when absent.
+            max_new_tokens: most new tokens, 256 when absent; also capped by the positions that the target is made for.
+            eos_token_id: id or ids (a tensor, too) that end the text; the target's own when absent.
+            stop_strings: texts that end it; the token that completes one is kept.
+            logits_processors: change the target's logits before the acceptor sees them, each node's on its own path;
+                anything with transformers' call `(token_ids, scores) -> scores` that keeps no state.
+            generation_config: transformers' settings, with the meaning that they have in `target.model.generate`, the
+                model's own defaults included; what has no meaning on trees is refused. Excludes `max_new_tokens`,
+                `eos_token_id`, `stop_strings` and `logits_processors`.
+            log_probs: also return log-probabilities of each new token and of so many likeliest ones (0 for none).
             seed: makes sampling repeatable; the global random state is never touched.
             streamer: a transformers streamer; gets the prompt, then each round's tokens, then `end()`.
             on_round: called after each round with its tree, path and kept tokens.
@@ -113,51 +140,46 @@ class SpeculativeDecoder:
             One result, or a list of them for a list of prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, an id outside the vocabulary, `max_new_tokens` below 1, text
-                without a tokenizer, or logits that are NaN.
+            ValueError: an empty or too long prompt, an id outside the vocabulary, `max_new_tokens` below 1, text or stop
+                strings without a tokenizer, settings that exclude each other or have no meaning here, a processor with
+                state, or logits that are NaN.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        stops = self._stops(eos_token_id)
+        settings = RequestSettings(
+            max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, stop_strings=stop_strings,
+            logits_processors=logits_processors, generation_config=generation_config, log_probs=log_probs,
+        )  # fmt: skip
         generator = torch.Generator(device=self.target.device)
         prompts: list[Any] = [prompt] if _is_one_prompt(prompt) else list(prompt)
         if not prompts:
             raise ValueError("prompt must hold at least one token (or one prompt), got an empty list")
-        all_ids = [self._token_ids(one) for one in prompts]
+        requests = [Request(self._token_ids(one), settings, self.target, self._given_acceptor) for one in prompts]
         results = []
-        for token_ids in all_ids:
+        for request in requests:
             # Every prompt starts from the seed, so that a result does not depend on its neighbours.
             generator.manual_seed(seed) if seed is not None else generator.seed()
             try:
-                results.append(self._run(token_ids, max_new_tokens, stops, generator, streamer, on_round))
+                results.append(self._run(request, generator, streamer, on_round))
             finally:
                 self._verifier.release()
         return results[0] if _is_one_prompt(prompt) else results
 
     def _run(
-        self,
-        prompt_ids: list[int],
-        max_new_tokens: int,
-        stops: Collection[int],
-        generator: torch.Generator,
-        streamer: Any,
-        on_round: Callable[[Round], None] | None,
+        self, request: Request, generator: torch.Generator, streamer: Any, on_round: Callable[[Round], None] | None
     ) -> GenerationResult:
         begin = time.perf_counter()
-        allowance = min(max_new_tokens, self.target.max_positions - len(prompt_ids))
         emit = (lambda ids: streamer.put(torch.tensor(ids))) if streamer else (lambda ids: None)
-        emit(prompt_ids)
-        token_ids = [*prompt_ids, self._prefill(prompt_ids, generator)]
-        kept, reason = keep_until_stop(token_ids[-1:], eos_token_ids=stops, allowance=allowance)
+        emit(request.token_ids)
+        found = self._prefill(request, generator)
+        kept, reason = request.keep([found.token])
         emit(kept)
+        log_probs = [found]
         prefill_seconds = time.perf_counter() - begin
         rounds: list[RoundStats] = []
         timer = PhaseTimer(self.target.device)
         while reason is None:
-            left = allowance - (len(token_ids) - len(prompt_ids))
-            tree, acceptance, tokens = self._round(token_ids, left, rounds, generator, timer)
-            kept, reason = keep_until_stop(tokens, eos_token_ids=stops, allowance=left)
-            token_ids.extend(kept)
+            tree, acceptance, tokens, more = self._round(request, rounds, generator, timer)
+            kept, reason = request.keep(tokens)
+            log_probs += more[: len(kept)]
             stats = RoundStats(tree.max_nodes, len(tokens) - 1, len(kept), timer.stop())
             rounds.append(stats)
             emit(kept)
@@ -165,36 +187,35 @@ class SpeculativeDecoder:
                 on_round(Round(tree, acceptance, kept, stats))
         if streamer:
             streamer.end()
-        return self._result(token_ids, len(prompt_ids), reason, rounds, prefill_seconds, time.perf_counter() - begin)
+        return self._result(request, reason, rounds, log_probs, prefill_seconds, time.perf_counter() - begin)
 
-    def _prefill(self, prompt_ids: list[int], generator: torch.Generator) -> int:
+    def _prefill(self, request: Request, generator: torch.Generator) -> TokenLogProbs:
         """Commits the prompt and returns the first new token, through the acceptor and a tree of the root alone."""
-        ids = torch.tensor([prompt_ids], device=self.target.device)
-        lengths = torch.tensor([len(prompt_ids)], device=self.target.device)
+        ids = torch.tensor([request.token_ids], device=self.target.device)
+        lengths = torch.tensor([len(request.token_ids)], device=self.target.device)
         logits, features = self._verifier.prefill(ids, lengths)
         if hasattr(self.drafter, "reset"):
             self.drafter.reset(1)
         if hasattr(self.drafter, "observe"):
             self.drafter.observe(ids, features, lengths)
-        acceptance = self.acceptor(TokenTree.root_only(ids[:, -1]), logits, generator=generator)
-        return _checked_bonus(acceptance, len(prompt_ids))
+        tree = TokenTree.root_only(ids[:, -1])
+        processed = request.process(tree, logits)
+        acceptance = request.acceptor(tree, processed, generator=generator)
+        bonus = _checked_bonus(acceptance, len(request.token_ids))
+        return log_probs_of(logits[0], processed[0], [0], [bonus], request.num_likeliest)[0]
 
     def _round(
-        self,
-        token_ids: list[int],
-        left: int,
-        rounds: list[RoundStats],
-        generator: torch.Generator,
-        timer: PhaseTimer,
-    ) -> tuple[TokenTree, Acceptance, list[int]]:
-        """One round; returns the tree, the accepted path, and accepted tokens with the bonus token."""
+        self, request: Request, rounds: list[RoundStats], generator: torch.Generator, timer: PhaseTimer
+    ) -> tuple[TokenTree, Acceptance, list[int], list[TokenLogProbs]]:
+        """One round; returns the tree, the accepted path, accepted tokens with the bonus token, and their log-probs."""
         timer.mark("draft")
-        tree = self._propose(token_ids, left, rounds, timer)
+        tree = self._propose(request, rounds, generator, timer)
         timer.mark("verify")
         logits, features = self._verifier.verify(tree)
         timer.mark("accept")
-        acceptance = self.acceptor(tree, logits, generator=generator)
-        bonus = _checked_bonus(acceptance, len(token_ids))
+        processed = request.process(tree, logits)
+        acceptance = request.acceptor(tree, processed, generator=generator)
+        bonus = _checked_bonus(acceptance, len(request.token_ids))
         timer.mark("commit")
         self._verifier.commit(acceptance)
         path = acceptance.path[:, : int(acceptance.num_accepted[0]) + 1]
@@ -202,38 +223,40 @@ class SpeculativeDecoder:
         if hasattr(self.drafter, "observe"):
             path_features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
             self.drafter.observe(committed, path_features, acceptance.num_accepted + 1)
-        return tree, acceptance, [*committed[0, 1:].tolist(), bonus]
+        tokens = [*committed[0, 1:].tolist(), bonus]
+        found = log_probs_of(logits[0], processed[0], path[0].tolist(), tokens, request.num_likeliest)
+        return tree, acceptance, tokens, found
 
-    def _propose(self, token_ids: list[int], left: int, rounds: list[RoundStats], timer: PhaseTimer) -> TokenTree:
+    def _propose(self, request: Request, rounds: list[RoundStats], generator: torch.Generator, timer: PhaseTimer) -> TokenTree:
+        token_ids = request.token_ids
         root = torch.tensor([token_ids[-1]], device=self.target.device)
         if self.max_nodes == 1:
             return TokenTree.root_only(root)
         position = torch.tensor([len(token_ids) - 1], device=self.target.device)
-        context = DraftContext(root, position, [token_ids], max_depth=left - 1, mark=timer.mark)
+        context = DraftContext(root, position, [token_ids], max_depth=request.left - 1, mark=timer.mark, generator=generator)
         tree = self.drafter.propose(context, self.max_nodes)
         _check_tree(tree, token_ids[-1], self.max_nodes)
         if self.policy is not None:
+            if tree.laws is not None:
+                raise ValueError("a budget policy cuts trees by the scores of their tokens, which drawn children forbid")
             tree = tree.first(self.policy(tree.scores, [stats.num_accepted for stats in rounds]))
-        return tree
+        return request.prune(tree)
 
     def _result(
         self,
-        token_ids: list[int],
-        num_prompt_tokens: int,
+        request: Request,
         reason: FinishReason,
         rounds: list[RoundStats],
+        log_probs: list[TokenLogProbs],
         prefill_seconds: float,
         seconds: float,
     ) -> GenerationResult:
-        new_ids = token_ids[num_prompt_tokens:]
         tokenizer = self.target.tokenizer
-        text = tokenizer.decode(new_ids, skip_special_tokens=True) if tokenizer else None
-        return GenerationResult(new_ids, text, reason, num_prompt_tokens, rounds, prefill_seconds, seconds)
-
-    def _stops(self, eos_token_id: int | Collection[int] | None) -> Collection[int]:
-        if eos_token_id is None:
-            return self.target.eos_token_ids
-        return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+        text = tokenizer.decode(request.new_ids, skip_special_tokens=True) if tokenizer else None
+        return GenerationResult(
+            request.new_ids, text, reason, request.num_prompt_tokens, rounds, prefill_seconds, seconds,
+            None if request.num_likeliest is None else log_probs,
+        )  # fmt: skip
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

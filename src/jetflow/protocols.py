@@ -82,7 +82,8 @@ class ScoringFunction(Protocol):
 class TreeExpander(Protocol):
     """Builds one tree of at most `budget` nodes (root included) per row from `root_tokens`, int64 [B].
 
-    An expander that always wants the same levels may say so by an attribute `depth`, the deepest of them.
+    An expander that always wants the same levels may say so by an attribute `depth`, the deepest of them. One whose shapes
+    never depend on the tokens in them says so by `token_blind = True`; only such ones may build trees of drawn children.
     """
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree: ...
@@ -98,6 +99,7 @@ class DraftContext:
         token_ids: for each row all committed token ids, prompt first, root last.
         max_depth: deepest useful level; more could not be kept within the caller's length limit.
         mark: call it with the name of a phase ("build") where that phase of the proposal begins, for the time table.
+        generator: the only source of randomness of a drafter that draws; None lets torch's global one do.
     """
 
     root_tokens: Tensor
@@ -105,6 +107,7 @@ class DraftContext:
     token_ids: Sequence[Sequence[int]]
     max_depth: int
     mark: Callable[[str], None] = lambda phase: None
+    generator: torch.Generator | None = None
 
 
 class Drafter(Protocol):

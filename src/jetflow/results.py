@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jetflow.logprobs import TokenLogProbs
 from jetflow.protocols import Acceptance
 from jetflow.stopping import FinishReason
 from jetflow.trees.token_tree import TokenTree
@@ -53,6 +54,7 @@ class GenerationResult:
         rounds: one entry per verified tree; the token that prefill yields belongs to no round.
         prefill_seconds: seconds until the first token.
         seconds: seconds of the whole generation.
+        log_probs: one entry per token of `token_ids`, where they were asked for.
     """
 
     token_ids: list[int]
@@ -62,6 +64,7 @@ class GenerationResult:
     rounds: list[RoundStats] = field(default_factory=list)
     prefill_seconds: float = 0.0
     seconds: float = 0.0
+    log_probs: list[TokenLogProbs] | None = None
 
     @property
     def tau(self) -> float | None:

@@ -158,7 +158,7 @@ def test_training_teaches_each_slot_behind_the_true_token_before_it(target, kind
     batch, anchors = batch_and_anchors()
     drafted, correct = [], head.correction
     with torch.no_grad():
-        for row, anchor in ((row, int(anchor)) for row in range(2) for anchor in anchors[row]):
+        for row, anchor in [(i, int(anchor)) for i in range(2) for anchor in anchors[i]]:
             drafter = ParallelDrafter(head, target)
             ids = batch.token_ids[row : row + 1]
             features, _ = target.features(ids, drafter.taps)
@@ -190,7 +190,7 @@ def test_every_weight_of_a_correction_learns(target):
         head = make_head(target, kind)
         loss_of(head, target, 0.25).loss.backward()
         for name, weight in head.correction.named_parameters():
-            assert weight.grad is not None and weight.grad.abs().sum() > 0, (kind, name)
+            assert weight.grad.abs().sum() > 0, (kind, name)
 
 
 def test_wrong_settings_are_named(target):

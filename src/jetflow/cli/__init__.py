@@ -9,6 +9,7 @@ from jetflow import __version__
 from jetflow.cli.decode import add_decode_commands
 from jetflow.cli.regenerate import add_regenerate_command
 from jetflow.cli.train import add_train_commands
+from jetflow.cli.verify import add_verify_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,4 +34,5 @@ def _parser() -> argparse.ArgumentParser:
     add_decode_commands(commands)
     add_regenerate_command(commands)
     add_train_commands(commands)
+    add_verify_command(commands)
     return parser

@@ -16,6 +16,7 @@ from jetflow.heads.context_cache import HeadCache
 from jetflow.protocols import CandidateSource, DraftContext, TreeExpander
 from jetflow.targets import Target
 from jetflow.trees.expanders import BestFirst
+from jetflow.trees.sampling import ChildSampling
 from jetflow.trees.sources import MarginalSource
 from jetflow.trees.token_tree import TokenTree
 
@@ -34,6 +35,7 @@ class ParallelDrafter:
             head with a correction these are the candidates of a depth, and 32 at most when absent.
         vocabulary: int64 [R], the only tokens that are drafted, such as the most frequent ones, each once. The output
             embedding then costs R / V as much, and the text stays the same; all tokens when absent.
+        sampling: draw the children, for acceptors that make use of the draft's law; the likeliest ones when absent.
 
     Raises:
         ValueError: head and target differ in vocabulary, width, layers, dtype or device, `width` is below 1, `expander` has
@@ -51,6 +53,7 @@ class ParallelDrafter:
         *,
         width: int | None = None,
         vocabulary: Tensor | None = None,
+        sampling: ChildSampling | None = None,
     ):
         if width is not None and width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
@@ -66,6 +69,7 @@ class ParallelDrafter:
         self._target = target
         self._expander = expander or BestFirst()
         self._width = width
+        self._sampling = sampling
         self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
         self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
         self._laws = None if head.correction is None else ConditionalLaws(head.correction, target)
@@ -98,6 +102,8 @@ class ParallelDrafter:
         if depth < 1:
             return TokenTree.root_only(context.root_tokens)
         source = self._source(context, depth, budget)
+        if self._sampling is not None:
+            return self._sampling.build(self._expander, context.root_tokens, source, budget, context.generator)
         return self._expander(context.root_tokens, source, budget)
 
     @torch.no_grad()

@@ -76,6 +76,7 @@ class RecurrentCorrection(PairwiseCorrection):
     def forward(self, states: Tensor, previous_embeds: Tensor) -> Tensor:
         """Corrects hidden states; arguments and result as for the pairwise correction."""
         inputs, gates = self.read(previous_embeds), self.gates(states)
+        assert gates is not None, "recurrent corrections are gated"
         # A slot without a token before it is left as it is, and so is the memory.
         known = (previous_embeds != 0).any(-1, keepdim=True)
         memory = torch.zeros_like(inputs[..., 0, :])

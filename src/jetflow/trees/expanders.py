@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jetflow.protocols import CandidateSource, Frontier, ScoringFunction
+from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
 from jetflow.trees.growth import NEVER, ask, compact, grow
 from jetflow.trees.ranking import best_indices
@@ -39,6 +39,11 @@ class BestFirst:
 
     def __init__(self, scoring: ScoringFunction = cumulative_log_prob):
         self.scoring = scoring
+
+    @property
+    def token_blind(self) -> bool:
+        """Whether the score looks at laws and ranks alone."""
+        return getattr(self.scoring, "token_blind", False)
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
         """Builds trees of at most `budget` nodes.
@@ -171,11 +176,13 @@ class Beam:
 
 
 class Chain:
-    """The single path that takes the likeliest child each time: a beam of width 1."""
+    """The single path that takes the source's first child each time, which is the likeliest one unless children are drawn."""
+
+    token_blind = True
 
     def __call__(self, root_tokens: Tensor, source: CandidateSource, budget: int) -> TokenTree:
         """Builds chains of at most `budget` nodes; see `BestFirst`."""
-        return Beam(1)(root_tokens, source, budget)
+        return Beam(1, _by_rank)(root_tokens, source, budget)
 
 
 class FixedShape:
@@ -195,6 +202,8 @@ class FixedShape:
     Example:
         >>> shape = FixedShape(parents=[-1, 0, 0, 1], ranks=[0, 0, 1, 0])
     """
+
+    token_blind = True
 
     def __init__(self, parents: Sequence[int], ranks: Sequence[int]):
         if len(parents) != len(ranks) or not parents:
@@ -247,6 +256,10 @@ class FixedShape:
             torch.cat(scores, dim=1).index_select(1, order),
             budget,
         )
+
+
+def _by_rank(candidates: Candidates) -> Tensor:
+    return -candidates.ranks.float().expand_as(candidates.log_probs)
 
 
 def _index(values: list[int], device: torch.device) -> Tensor:

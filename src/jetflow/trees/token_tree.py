@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 PADDING_PARENT = -1
+
+
+class DraftLaws(NamedTuple):
+    """What the children of each node were drawn from, without replacement.
+
+    Attributes:
+        tokens: int64 [B, N, K], for each node the tokens that could be drawn, in the order of the draws.
+        probs: float32 [B, N, K], their probabilities before the first draw, which sum to 1; 0 for tokens that could not be
+            drawn, and everywhere for a node whose children were not drawn.
+    """
+
+    tokens: Tensor
+    probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,7 @@ class TokenTree:
         depths: int64 [B, N]; 0 for the root and for padding.
         scores: float32 [B, N]; cumulative draft log-probability, 0 for the root, -inf for padding.
         num_nodes: int64 [B]; nodes in use, root included.
+        laws: what children were drawn from, where they were; None for trees that are fixed without a draw.
 
     Example:
         >>> tree = TokenTree.from_parents([[5, 7, 8, 9]], [[-1, 0, 0, 1]])
@@ -40,6 +54,7 @@ class TokenTree:
     depths: Tensor
     scores: Tensor
     num_nodes: Tensor
+    laws: DraftLaws | None = None
 
     @classmethod
     def root_only(cls, root_tokens: Tensor) -> TokenTree:
@@ -129,11 +144,14 @@ class TokenTree:
             self.depths[:, :num_nodes],
             self.scores[:, :num_nodes],
             self.num_nodes.clamp(max=num_nodes),
+            None if self.laws is None else DraftLaws(self.laws.tokens[:, :num_nodes], self.laws.probs[:, :num_nodes]),
         )
 
     def to(self, device: torch.device | str) -> TokenTree:
         """Returns the trees on `device`."""
-        return replace(self, **{name: value.to(device) for name, value in vars(self).items()})
+        laws = None if self.laws is None else DraftLaws(*(value.to(device) for value in self.laws))
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "laws"}
+        return replace(self, **tensors, laws=laws)
 
     def expected_acceptance_length(self) -> Tensor:
         """Returns float32 [B]: tau if the target followed the draft's own law, the sum of the nodes' probabilities.

@@ -1,4 +1,4 @@
-"""Acceptors: which path of a drafted tree the target follows. Both are lossless.
+"""The match rules: the target takes its own token, and the path goes on while that token is a child. Both are lossless.
 
 Dimension key: B batch, N nodes, D levels, P path length, V vocabulary.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from jetflow.acceptors.target_law import TargetLaw, check_logits, has_law
 from jetflow.protocols import Acceptance
 from jetflow.trees.token_tree import TokenTree
 
@@ -40,9 +41,9 @@ class GreedyAcceptor:
         Returns:
             The accepted path of each row.
         """
-        _check_logits(tree, logits)
+        check_logits(tree, logits)
         values, tokens = logits.max(dim=-1)
-        chosen = torch.where(_usable(values), tokens, -1).tolist()
+        chosen = torch.where(values > float("-inf"), tokens, -1).tolist()
         return _follow(tree, lambda nodes: [row[node] for row, node in zip(chosen, nodes, strict=True)])
 
 
@@ -64,29 +65,20 @@ class SamplingAcceptor:
     def __init__(self, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None):
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {top_k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
         self.temperature = temperature
-        self._warpers = _warpers(temperature, top_k, top_p) if temperature >= GREEDY_TEMPERATURE else []
+        self._law = TargetLaw(max(temperature, GREEDY_TEMPERATURE), top_k=top_k, top_p=top_p)
 
     def __call__(self, tree: TokenTree, logits: Tensor, *, generator: torch.Generator | None = None) -> Acceptance:
         """Walks all rows at once; see `GreedyAcceptor`. `generator` must be on the device of `logits`."""
         if self.temperature < GREEDY_TEMPERATURE:
             return GreedyAcceptor()(tree, logits)
-        _check_logits(tree, logits)
+        check_logits(tree, logits)
         rows = torch.arange(tree.batch_size, device=logits.device)
 
         def draw(nodes: list[int]) -> list[int]:
-            scores = logits[rows, torch.tensor(nodes, device=logits.device)].float()
-            usable = _usable(scores.max(dim=-1).values)
-            # Rows without a law get an even one, so that the draw runs; their token is marked afterwards.
-            scores = torch.where(usable[:, None], scores, 0.0)
-            for warper in self._warpers:
-                scores = warper(None, scores)
-            tokens = torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
-            return torch.where(usable, tokens, -1).tolist()
+            scores = logits[rows, torch.tensor(nodes, device=logits.device)]
+            tokens = torch.multinomial(self._law(scores), 1, generator=generator)[:, 0]
+            return torch.where(has_law(scores), tokens, -1).tolist()
 
         return _follow(tree, draw)
 
@@ -105,7 +97,8 @@ def _follow(tree: TokenTree, next_tokens: Callable[[list[int]], list[int]]) -> A
         for row in moving:
             paths[row].append(children[row][paths[row][-1], bonus[row]])
         drawn = next_tokens([path[-1] for path in paths])
-        bonus = [drawn[row] if row in moving else token for row, token in enumerate(bonus)]
+        for row in moving:
+            bonus[row] = drawn[row]
     longest = max(len(path) for path in paths)
     padded = [path + [path[-1]] * (longest - len(path)) for path in paths]
     device = tree.tokens.device
@@ -114,27 +107,3 @@ def _follow(tree: TokenTree, next_tokens: Callable[[list[int]], list[int]]) -> A
         torch.tensor([len(path) - 1 for path in paths], device=device),
         torch.tensor(bonus, device=device),
     )
-
-
-def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> list[Callable]:
-    """transformers' own warpers, in its own order, so that their meaning cannot differ."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    warpers: list[Callable] = []
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k is not None:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p is not None and top_p < 1.0:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers
-
-
-def _usable(best: Tensor) -> Tensor:
-    """A law exists unless the best logit is NaN (as it is when any is) or -inf."""
-    return best > float("-inf")
-
-
-def _check_logits(tree: TokenTree, logits: Tensor) -> None:
-    if logits.dim() != 3 or logits.shape[:2] != tree.tokens.shape:
-        raise ValueError(f"logits must be [B, N, V] with [B, N] = {list(tree.tokens.shape)}, got {list(logits.shape)}")

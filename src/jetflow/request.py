@@ -1,0 +1,144 @@
+"""One prompt on its way through a decoder: what it asks for, and the tokens so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
+from jetflow.generation import options_of, stop_string_rule
+from jetflow.processing import LogitsProcessor, PathProcessors
+from jetflow.protocols import Acceptor
+from jetflow.stopping import FinishReason, keep_until_stop
+from jetflow.targets import Target
+from jetflow.trees.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+DEFAULT_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """The arguments of `SpeculativeDecoder.generate` that say what is wanted.
+
+    Raises:
+        ValueError: `max_new_tokens` is below 1, `log_probs` is negative, or `generation_config` stands beside settings that
+            it holds itself.
+    """
+
+    max_new_tokens: int | None = None
+    eos_token_id: int | Collection[int] | Tensor | None = None
+    stop_strings: str | Sequence[str] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
+    generation_config: GenerationConfig | None = None
+    log_probs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.log_probs is not None and self.log_probs < 0:
+            raise ValueError(f"log_probs must be at least 0, got {self.log_probs}")
+        if self.generation_config is not None:
+            beside = {
+                "max_new_tokens": self.max_new_tokens is not None,
+                "eos_token_id": self.eos_token_id is not None,
+                "stop_strings": bool(self.stop_strings),
+                "logits_processors": bool(self.logits_processors),
+            }
+            for name in (name for name, given in beside.items() if given):
+                raise ValueError(f"{name} and generation_config exclude each other; set it in the config")
+
+
+class Request:
+    """One prompt and its settings, resolved for a target.
+
+    Args:
+        prompt_ids: token ids, at least one.
+        settings: what is wanted.
+        target: the model.
+        acceptor: the rule that the decoder was given, if any.
+
+    Attributes:
+        token_ids: prompt and kept tokens.
+        acceptor: the rule of this request.
+        num_likeliest: how many likeliest tokens to list with log-probabilities; None for no log-probabilities.
+    """
+
+    def __init__(self, prompt_ids: list[int], settings: RequestSettings, target: Target, acceptor: Acceptor | None):
+        self.num_prompt_tokens = len(prompt_ids)
+        self.token_ids = list(prompt_ids)
+        self.num_likeliest = settings.log_probs
+        processors, strings = tuple(settings.logits_processors), settings.stop_strings
+        max_new_tokens = settings.max_new_tokens or DEFAULT_NEW_TOKENS
+        self._eos = _eos_ids(settings.eos_token_id, target)
+        do_sample = None
+        if settings.generation_config is not None:
+            options = options_of(settings.generation_config, target, len(prompt_ids))
+            processors, strings, self._eos = options.processors, options.stop_strings, options.eos_token_ids
+            max_new_tokens, do_sample = options.max_new_tokens, options.do_sample
+        self.acceptor = _acceptor(acceptor, do_sample)
+        self._processors = PathProcessors(processors, target.vocab_size) if processors else None
+        strings = [strings] if isinstance(strings, str) else list(strings)
+        self._ends = stop_string_rule(target, strings) if strings else None
+        self._allowance = min(max_new_tokens, target.max_positions - len(prompt_ids))
+
+    @property
+    def left(self) -> int:
+        """How many more tokens may be kept."""
+        return self._allowance - (len(self.token_ids) - self.num_prompt_tokens)
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The kept tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def keep(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Appends a round's tokens up to the first stop; returns those kept and why the text ends, if it does."""
+        ends: Callable[[Sequence[int]], bool] | None = None
+        rule = self._ends
+        if rule is not None:
+            so_far = list(self.token_ids)
+            ends = lambda kept: rule([*so_far, *kept])  # noqa: E731
+        kept, reason = keep_until_stop(tokens, eos_token_ids=self._eos, allowance=self.left, ends=ends)
+        self.token_ids.extend(kept)
+        return kept, reason
+
+    def process(self, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Applies the logits processors to [1, N, V]; the very same tensor where there are none."""
+        return logits if self._processors is None else self._processors(self.token_ids[:-1], tree, logits)
+
+    def prune(self, tree: TokenTree) -> TokenTree:
+        """Drops nodes that the processors forbid."""
+        return tree if self._processors is None else self._processors.prune(self.token_ids[:-1], tree)
+
+
+def _acceptor(given: Acceptor | None, do_sample: bool | None) -> Acceptor:
+    if do_sample is None:
+        return given or GreedyAcceptor()
+    if given is None:
+        return SamplingAcceptor() if do_sample else GreedyAcceptor()
+    greedy = isinstance(given, GreedyAcceptor) or getattr(given, "temperature", 1.0) == 0
+    if greedy == do_sample:
+        raise ValueError(
+            f"generation_config.do_sample={do_sample} does not go with the decoder's {type(given).__name__}; give the decoder "
+            "no acceptor, or one that samples where the config does"
+        )
+    if do_sample and getattr(given, "temperature", 1.0) != 1.0:
+        raise ValueError(
+            f"generation_config has the temperature, so the decoder's {type(given).__name__} must have 1, got "
+            f"{getattr(given, 'temperature', None)}"
+        )
+    return given
+
+
+def _eos_ids(eos_token_id: Any, target: Target) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return target.eos_token_ids
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.flatten().tolist()
+    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(one) for one in eos_token_id)
