@@ -53,6 +53,7 @@ WITHIN_LEVEL = {
     ("verifiers", "paged_cache"),
     ("drafters", "targets"),
     ("drafters", "heads"),
+    ("drafters", "verifiers"),
     ("generation", "targets"),
     ("request", "targets"),
     ("request", "generation"),

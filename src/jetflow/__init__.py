@@ -20,6 +20,8 @@ _HOMES = {
     ),
     "jetflow.budgets": ("ThroughputBudget",),
     "jetflow.decoding": ("SpeculativeDecoder",),
+    "jetflow.drafters.draft_model": ("DraftModelDrafter",),
+    "jetflow.drafters.merged": ("MergedDrafter",),
     "jetflow.drafters.parallel": ("ParallelDrafter",),
     "jetflow.drafters.prompt_lookup": ("PromptLookupDrafter",),
     "jetflow.heads.block_draft_head": ("BlockDraftHead",),
