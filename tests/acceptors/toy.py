@@ -1,7 +1,6 @@
 """A language of six tokens with known laws: many rounds at once, and the chi-square of what they emit."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from scipy.stats import chi2
@@ -45,14 +44,19 @@ def make_toy(seed=0, sharpness=1.5, noise=1.0):
     return Toy(target, draft, pair)
 
 
-def rounds_of(toy, acceptor, expander, *, rounds, seed=1, sampling=None, conditional=False, budget=8):
-    """Runs many first rounds and returns trees and acceptances."""
-    generator = torch.Generator().manual_seed(seed)
+def build_trees(toy, expander, *, rounds, seed=1, sampling=None, conditional=False, budget=8):
+    """Builds the trees of many rounds behind one root."""
     roots = torch.full((rounds,), ROOT)
     source = toy.source(rounds, conditional=conditional)
-    build = expander if sampling is None else partial(sampling.build, expander, generator=generator)
-    tree = build(roots, source, budget)
-    return tree, acceptor(tree, toy.logits_of(tree), generator=generator)
+    if sampling is None:
+        return expander(roots, source, budget)
+    return sampling.build(expander, roots, source, budget, torch.Generator().manual_seed(seed))
+
+
+def rounds_of(toy, acceptor, expander, **settings):
+    """Runs many first rounds and returns trees and acceptances."""
+    tree = build_trees(toy, expander, **settings)
+    return tree, acceptor(tree, toy.logits_of(tree), generator=torch.Generator().manual_seed(7))
 
 
 def p_value(toy, tree, acceptance, law, seed=2):
