@@ -7,6 +7,7 @@ from jetflow import GreedyAcceptor, SamplingAcceptor, TokenTree
 # One false alarm in 10,000 runs; seeds are fixed, so a pass stays a pass.
 MIN_P_VALUE = 1e-4
 NUM_DRAWS = 20_000
+COLUMNS = ("tokens", "parents", "depths", "scores", "num_nodes")
 
 
 def two_level_tree() -> TokenTree:
@@ -60,15 +61,16 @@ def test_emitted_tokens_have_exactly_the_targets_law(settings):
     law = processed_law(logits[0], **settings)
     tree, acceptor = two_level_tree(), SamplingAcceptor(**settings)
     generator = torch.Generator().manual_seed(1)
+    # All draws as rows of one batch.
+    rows = TokenTree(*(getattr(tree, name).expand(NUM_DRAWS, *(-1,) * (getattr(tree, name).dim() - 1)) for name in COLUMNS))
+    path, num_accepted, bonus = acceptor(rows, logits.expand(NUM_DRAWS, -1, -1), generator=generator)
     counts = torch.zeros(5, 5)
-    accepted = 0
-    for _ in range(NUM_DRAWS):
-        path, num_accepted, bonus = acceptor(tree, logits, generator=generator)
-        text = [*tree.tokens[0, path[0, 1 : int(num_accepted[0]) + 1]].tolist(), int(bonus[0])]
-        accepted += int(num_accepted[0]) > 0
-        if len(text) < 2:
-            text.append(int(torch.multinomial(law[0], 1, generator=generator)))
+    alone = torch.multinomial(law[0], NUM_DRAWS, replacement=True, generator=generator).tolist()
+    found = zip(rows.tokens.gather(1, path).tolist(), num_accepted.tolist(), bonus.tolist(), alone, strict=True)
+    for tokens, count, last, other in found:
+        text = [*tokens[1 : count + 1], last, other]
         counts[text[0], text[1]] += 1
+    accepted = int((num_accepted > 0).sum())
     expected = torch.stack([law[0, first] * law[{0: 1, 1: 2}.get(first, 0)] for first in range(5)])
     assert accepted > NUM_DRAWS / 10
     possible = expected > 0
