@@ -62,18 +62,33 @@ class Language:
         return PairwiseSource(tokens, first, (self.pairs / temperature).log_softmax(-1).expand(rounds, -1, -1, -1))
 
 
-def methods(temperature: float, budget: int) -> dict:
-    """Name: rule, expander, sampling, budget."""
-    table, chain = BestFirst(AcceptanceTable()), Chain()
-    drawn = ChildSampling()
+def trees(language: Language, source, budget: int, seed: int) -> dict:
+    """The trees that the rules share, by how they are built."""
+    kinds = {
+        "chain": (Chain(), ChildSampling(), LEVELS + 1),
+        "best": (BestFirst(), None, budget),
+        "drawn": (BestFirst(AcceptanceTable()), ChildSampling(), budget),
+        "one fixed": (BestFirst(AcceptanceTable()), ChildSampling(num_fixed=1), budget),
+    }
+    built = {}
+    for name, (expander, sampling, nodes) in kinds.items():
+        if sampling is None:
+            built[name] = expander(language.roots, source, nodes)
+        else:
+            built[name] = sampling.build(expander, language.roots, source, nodes, torch.Generator().manual_seed(seed))
+    return built
+
+
+def rules(temperature: float) -> dict:
+    """Name: kind of tree, rule."""
     return {
-        "chain, token by token": (RecursiveRejection(temperature), chain, drawn, LEVELS + 1),
-        "chain, block": (BlockVerification(temperature), chain, drawn, LEVELS + 1),
-        "best-first, match": (SamplingAcceptor(temperature), BestFirst(), None, budget),
-        "drawn, with replacement": (RecursiveRejection(temperature, replacement=True), table, drawn, budget),
-        "drawn, without replacement": (RecursiveRejection(temperature), table, drawn, budget),
-        "drawn, one fixed": (RecursiveRejection(temperature), table, ChildSampling(num_fixed=1), budget),
-        "drawn, traversal": (TraversalVerification(temperature), table, drawn, budget),
+        "chain, token by token": ("chain", RecursiveRejection(temperature)),
+        "chain, block": ("chain", BlockVerification(temperature)),
+        "best-first, match": ("best", SamplingAcceptor(temperature)),
+        "drawn, with replacement": ("drawn", RecursiveRejection(temperature, replacement=True)),
+        "drawn, without replacement": ("drawn", RecursiveRejection(temperature)),
+        "drawn, one fixed": ("one fixed", RecursiveRejection(temperature)),
+        "drawn, traversal": ("drawn", TraversalVerification(temperature)),
     }
 
 
@@ -86,15 +101,11 @@ def measure(*, rounds: int, budget: int, seeds: int) -> list[dict]:
                 taus: dict[str, list[float]] = {}
                 for seed in range(seeds):
                     language = Language(noise, rounds, seed)
-                    for name, (rule, expander, sampling, nodes) in methods(temperature, budget).items():
+                    built = trees(language, language.source(temperature, conditional), budget, seed)
+                    for name, (kind, rule) in rules(temperature).items():
                         generator = torch.Generator().manual_seed(seed)
-                        source = language.source(temperature, conditional)
-                        if sampling is None:
-                            tree = expander(language.roots, source, nodes)
-                        else:
-                            tree = sampling.build(expander, language.roots, source, nodes, generator)
-                        kept = rule(tree, language.logits_of(tree), generator=generator).num_accepted + 1
-                        taus.setdefault(name, []).append(float(kept.double().mean()))
+                        accepted = rule(built[kind], language.logits_of(built[kind]), generator=generator).num_accepted
+                        taus.setdefault(name, []).append(1 + float(accepted.double().mean()))
                 means = {name: sum(values) / len(values) for name, values in taus.items()}
                 cells.append({"conditional": conditional, "temperature": temperature, "noise": noise, "tau": means})
                 print(cells[-1], flush=True)
@@ -116,7 +127,7 @@ def markdown(cells: list[dict]) -> str:
 def main() -> None:
     """Measures the grid and writes it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--budget", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("results/acceptance_rules.json"))

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from jetflow import __version__
+from jetflow.cli.bench import add_bench_command
 from jetflow.cli.decode import add_decode_commands
 from jetflow.cli.regenerate import add_regenerate_command
 from jetflow.cli.train import add_train_commands
@@ -35,4 +36,5 @@ def _parser() -> argparse.ArgumentParser:
     add_regenerate_command(commands)
     add_train_commands(commands)
     add_verify_command(commands)
+    add_bench_command(commands)
     return parser

@@ -1,0 +1,120 @@
+"""Runs methods on benchmarks, taking turns on every prompt, one record per text; a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jetflow.benchmark.datasets import Dataset
+from jetflow.benchmark.methods import Method
+from jetflow.targets import Target
+
+BASELINE = "plain"
+
+
+def run_benchmark(
+    target: Target,
+    methods: Mapping[str, Method],
+    datasets: Sequence[Dataset],
+    out: Path,
+    *,
+    settings: Mapping[str, Any],
+    max_new_tokens: int,
+    seed: int = 0,
+    on_record: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Writes one JSON line per text to `out`, settings first, behind what an earlier run left there.
+
+    On each prompt the methods take turns, and who begins changes from prompt to prompt, so that drift of the machine hits all
+    alike. One short unmeasured text of each comes first. In a later turn of a conversation all continue the first method's
+    answer.
+
+    Args:
+        target: the model, with a tokenizer; prompts go through its chat template where it has one.
+        methods: by name; the first one is the baseline and must be plain decoding.
+        datasets: what to run on.
+        out: JSONL file.
+        settings: written into the first line; a file with others is refused.
+        max_new_tokens: most new tokens of a text.
+        seed: of sampling.
+        on_record: called with the numbers of texts done and wanted.
+
+    Returns:
+        The records of all texts.
+
+    Raises:
+        ValueError: the first method is not `plain`, or `out` was written with other settings.
+    """
+    names = list(methods)
+    if names[0] != BASELINE:
+        raise ValueError(f"the first method must be {BASELINE!r}, the baseline, got {names[0]!r}")
+    header = {"settings": {**settings, "datasets": {one.name: one.digest for one in datasets}}}
+    records = _found(out, header)
+    done = {(one["dataset"], one["task"], one["turn"], one["method"]): one for one in records}
+    total = len(names) * sum(len(task.turns) for one in datasets for task in one.tasks)
+    for method in methods.values():
+        method([*target.tokenizer("Warm up.").input_ids][:16] or [1], min(8, max_new_tokens), seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        if out.stat().st_size == 0:
+            file.write(json.dumps(header) + "\n")
+        number = 0
+        for dataset in datasets:
+            for task in dataset.tasks:
+                messages: list[dict[str, str]] = []
+                for turn, text in enumerate(task.turns):
+                    messages.append({"role": "user", "content": text})
+                    prompt = _prompt(target, messages)
+                    first = number % len(names)
+                    number += 1
+                    for name in names[first:] + names[:first]:
+                        key = (dataset.name, task.id, turn, name)
+                        if key not in done:
+                            written = methods[name](prompt, max_new_tokens, seed)
+                            done[key] = dict(zip(("dataset", "task", "turn", "method"), key, strict=True)) | vars(written)
+                            done[key]["num_prompt_tokens"] = len(prompt)
+                            file.write(json.dumps(done[key]) + "\n")
+                            file.flush()
+                        if on_record:
+                            on_record(len(done), total)
+                    answer = done[dataset.name, task.id, turn, names[0]]["token_ids"]
+                    messages.append({"role": "assistant", "content": target.tokenizer.decode(answer, skip_special_tokens=True)})
+    return list(done.values())
+
+
+def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Reads a results file: its settings and its records; a last line that was not finished is left out.
+
+    Raises:
+        ValueError: the file has no settings in its first line.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")
+    whole = [json.loads(line) for line in lines[:-1] if line]
+    if not whole or "settings" not in whole[0]:
+        raise ValueError(f"{path} holds no settings in its first line; is it a file of jetflow bench?")
+    return whole[0]["settings"], whole[1:]
+
+
+def _found(out: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not out.exists() or out.stat().st_size == 0:
+        return []
+    settings, records = read_records(out)
+    wanted = json.loads(json.dumps(header["settings"]))
+    for name in sorted({*settings, *wanted}):
+        if settings.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{out} was written with {name}={settings.get(name)}, this run has {wanted.get(name)}; go on with the same "
+                "settings, or write to another file"
+            )
+    content = out.read_bytes()
+    out.write_bytes(content[: content.rfind(b"\n") + 1])
+    return records
+
+
+def _prompt(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    tokenizer = target.tokenizer
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer("\n".join(one["content"] for one in messages)).input_ids
+    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)

@@ -1,0 +1,171 @@
+"""The command `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetflow.benchmark.methods import Method
+    from jetflow.targets import Target
+
+METHODS = ("plain", "head", "lookup", "merged", "draft", "hf", "hf-lookup", "hf-assisted")
+
+
+def add_bench_command(commands: Any) -> None:
+    """Adds `bench` to the command line."""
+    bench = commands.add_parser("bench", help="measure methods against each other on benchmarks, or draw what was measured")
+    bench.add_argument("--from", dest="sources", nargs="+", help="results files: draw them again, without a model")
+    bench.add_argument("--target", help="folder or hub name of the target")
+    bench.add_argument("--head", help="folder or hub name of its draft head")
+    bench.add_argument("--draft", help="folder or hub name of a small model with the same tokenizer")
+    bench.add_argument("--data", nargs="+", help="JSONL files or names of benchmarks on the hub")
+    bench.add_argument("--count", type=int, default=16, help="rows of each (default 16)")
+    bench.add_argument("--skip", type=int, default=0, help="rows to leave out in front, such as those a head was tuned on")
+    bench.add_argument(
+        "--templates", choices=["none", "published"], default="none", help="put prompts into published templates"
+    )
+    bench.add_argument("--methods", nargs="+", choices=METHODS, default=["plain", "head"])
+    bench.add_argument("--budgets", type=int, nargs="+", default=[16], help="nodes per tree, root included (default 16)")
+    bench.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
+    bench.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    bench.add_argument("--max-new-tokens", type=int, default=128)
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
+    bench.add_argument("--device", default="cpu")
+    bench.add_argument("--out", help="JSONL file of the records; a run that was stopped there goes on")
+    bench.add_argument("--plots", help="folder for the plots")
+    bench.add_argument("--published", nargs="+", default=[], help="published figures to draw as lines, such as 'JetSpec 64'")
+    bench.add_argument("--markdown", help="file for the table")
+    bench.add_argument("--figures", help="JSON file for the figures")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from jetflow.benchmark.plots import draw, published
+    from jetflow.benchmark.tables import figures_of, markdown, read_results
+
+    if args.sources is None:
+        _measure(args)
+        args.sources = [args.out]
+    settings, records = read_results([Path(one) for one in args.sources])
+    figures = figures_of(settings, records)
+    table = markdown(figures)
+    Console().print(Markdown(table))
+    if args.markdown:
+        Path(args.markdown).write_text(table + "\n")
+    if args.figures:
+        content = {"settings": settings, "figures": [asdict(one) for one in figures]}
+        Path(args.figures).write_text(json.dumps(content, indent=1) + "\n")
+    if args.plots:
+        references = {name: published(name, settings["temperature"]) for name in args.published}
+        for path in draw(figures, Path(args.plots), references):
+            print(path, file=sys.stderr)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> None:
+    import platform
+    from importlib.metadata import version
+
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from jetflow.benchmark.datasets import read_dataset
+    from jetflow.benchmark.runner import run_benchmark
+    from jetflow.targets import Target
+    from jetflow.training.regenerate import target_fingerprint
+
+    for name in ("target", "data", "out"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is needed to measure (or --from to draw what was measured)")
+    if args.count < 1 or args.skip < 0 or args.max_new_tokens < 1 or min(args.budgets) < 1:
+        raise ValueError("--count, --max-new-tokens and --budgets must be at least 1, --skip at least 0")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
+    if target.tokenizer is None:
+        raise ValueError(f"--target {args.target} has no tokenizer files, which text prompts need")
+    methods = _methods(args, target)
+    datasets = [
+        read_dataset(one, count=args.count, skip=args.skip, published_templates=args.templates == "published")
+        for one in args.data
+    ]
+    settings = {
+        "target": Path(args.target).name,
+        "fingerprint": target_fingerprint(target),
+        "head": Path(args.head).name if args.head else None,
+        "draft": Path(args.draft).name if args.draft else None,
+        "methods": list(methods),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": _device_name(target),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "temperature": args.temperature,
+        "templates": args.templates,
+        "frequent_tokens": args.frequent_tokens,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "versions": {name: version(name) for name in ("jetflow", "torch", "transformers")},
+    }
+    columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("texts", total=None)
+        run_benchmark(
+            target, methods, datasets, Path(args.out), settings=settings, max_new_tokens=args.max_new_tokens, seed=args.seed,
+            on_record=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+
+def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
+    """The chosen methods by name, plain decoding first; trees as NAME@BUDGET."""
+    from jetflow.acceptors import SamplingAcceptor
+    from jetflow.benchmark.methods import DecoderMethod, HuggingFaceMethod
+    from jetflow.decoding import SpeculativeDecoder
+    from jetflow.drafters.draft_model import DraftModelDrafter
+    from jetflow.drafters.merged import MergedDrafter
+    from jetflow.drafters.parallel import ParallelDrafter
+    from jetflow.drafters.prompt_lookup import PromptLookupDrafter
+    from jetflow.heads.checkpoint import load_frequent_tokens, load_head
+    from jetflow.targets import Target as AnyTarget
+
+    acceptor = SamplingAcceptor(args.temperature)
+    found: dict[str, Method] = {"plain": DecoderMethod(SpeculativeDecoder(target, PromptLookupDrafter(), acceptor, 1))}
+    drafters: dict[str, Any] = {}
+    if {"head", "merged"} & set(args.methods):
+        if args.head is None:
+            raise ValueError("--methods head and merged need --head")
+        vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
+        head = load_head(args.head, dtype=target.dtype, device=args.device)
+        drafters["head"] = ParallelDrafter(head, target, vocabulary=vocabulary)
+        drafters["merged"] = MergedDrafter(
+            [ParallelDrafter(head, target, vocabulary=vocabulary), PromptLookupDrafter()], [0.7, 0.3]
+        )
+    drafters["lookup"] = PromptLookupDrafter()
+    small = None
+    if {"draft", "hf-assisted"} & set(args.methods):
+        if args.draft is None:
+            raise ValueError("--methods draft and hf-assisted need --draft")
+        small = AnyTarget.from_pretrained(args.draft, dtype=target.dtype, device=args.device)
+        drafters["draft"] = DraftModelDrafter(small, target)
+    for name in args.methods:
+        if name in drafters:
+            for budget in args.budgets:
+                found[f"{name}@{budget}"] = DecoderMethod(SpeculativeDecoder(target, drafters[name], acceptor, budget))
+    peers = {"hf": {}, "hf-lookup": {"prompt_lookup_num_tokens": 10}, "hf-assisted": {"assistant_model": small and small.model}}
+    for name, options in peers.items():
+        if name in args.methods:
+            found[name] = HuggingFaceMethod(target, args.temperature, options)
+    return found
+
+
+def _device_name(target: Target) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else target.device.type

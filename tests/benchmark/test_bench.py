@@ -1,0 +1,155 @@
+"""`jetflow bench` on the tiny pair: records, tables, plots, refusals, and going on after a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jetflow.benchmark.datasets import read_dataset
+from jetflow.benchmark.plots import published
+from jetflow.benchmark.tables import figures_of, markdown, read_results
+from jetflow.cli import main
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two files of three conversations, the second with two turns."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [json.loads(line)["prompt"] for line in (TINY / "heldout.jsonl").read_text().splitlines()[:6]]
+    one, two = folder / "one.jsonl", folder / "two.jsonl"
+    one.write_text("\n".join(json.dumps({"id": f"a{i}", "turns": [text]}) for i, text in enumerate(prompts[:3])))
+    two.write_text("\n".join(json.dumps({"id": f"b{i}", "turns": [text, "Go on."]}) for i, text in enumerate(prompts[3:])))
+    return [str(one), str(two)]
+
+
+def bench(data, out, *more):
+    arguments = ["--target", str(TINY / "target"), "--head", str(TINY / "head"), "--max-new-tokens", "24", "--dtype", "float32"]
+    return main(["bench", *arguments, "--data", *data, "--count", "2", "--out", str(out), *more])
+
+
+@pytest.fixture(scope="module")
+def results(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("results") / "run.jsonl"
+    methods = ["plain", "head", "lookup", "merged", "hf", "hf-lookup"]
+    assert bench(data, out, "--methods", *methods, "--budgets", "4", "8") == 0
+    return out
+
+
+def test_every_text_of_every_method_is_recorded_once(results):
+    settings, records = read_results([results])
+    assert settings["methods"] == [
+        "plain", "head@4", "head@8", "lookup@4", "lookup@8", "merged@4", "merged@8", "hf", "hf-lookup",
+    ]  # fmt: skip
+    keys = [(one["dataset"], one["task"], one["turn"], one["method"]) for one in records]
+    assert len(keys) == len(set(keys)) == 9 * (2 + 4)
+
+
+def test_figures_say_what_the_records_hold(results):
+    settings, records = read_results([results])
+    figures = {(one.dataset, one.method): one for one in figures_of(settings, records)}
+    plain, head = figures["one", "plain"], figures["one", "head@8"]
+    assert (plain.speedup, plain.tau, plain.speedup_interval) == (1.0, 1.0, (1.0, 1.0))
+    mine = [one for one in records if (one["dataset"], one["method"]) == ("one", "head@8")]
+    assert head.tau == sum(sum(one["kept"]) for one in mine) / sum(len(one["kept"]) for one in mine)
+    assert head.tau_interval[0] <= head.tau <= head.tau_interval[1]
+    assert head.speedup_interval[0] <= head.speedup <= head.speedup_interval[1]
+    assert (head.texts_equal, head.num_texts) == (2, 2)
+    assert 0 < head.outside_share < 1
+    assert abs(sum(head.ranks) - 1) < 1e-9
+    assert head.accepted_by_depth == sorted(head.accepted_by_depth, reverse=True)
+    assert figures["one", "hf"].tau is None
+    assert "| head@8 |" in markdown(list(figures.values()))
+
+
+def test_results_are_drawn_again_without_a_model(results, tmp_path, capsys):
+    outputs = ["--plots", str(tmp_path), "--markdown", str(tmp_path / "t.md"), "--figures", str(tmp_path / "f.json")]
+    assert main(["bench", "--from", str(results), *outputs]) == 0
+    assert {one.name for one in tmp_path.iterdir()} == {"speedup.png", "acceptance.png", "budgets.png", "t.md", "f.json"}
+    assert json.loads((tmp_path / "f.json").read_text())["figures"][0]["method"] == "plain"
+
+
+def test_published_figures_are_lines_and_named(results, tmp_path, capsys):
+    assert published("JetSpec 256", 0)["math500"] == 9.64
+    assert published("DDTree 64", 1)["gsm8k"] == 5.28
+    assert main(["bench", "--from", str(results), "--plots", str(tmp_path), "--published", "JetSpec 64"]) == 0
+    assert main(["bench", "--from", str(results), "--plots", str(tmp_path), "--published", "JetSpec 65"]) == 2
+    assert "no published figures of 'JetSpec 65' at temperature 0; there are EAGLE-3 16" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on(data, results, tmp_path):
+    whole = results.read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(whole[: len(whole) // 2])
+    methods = ["plain", "head", "lookup", "merged", "hf", "hf-lookup"]
+    assert bench(data, cut, "--methods", *methods, "--budgets", "4", "8") == 0
+    before, after = (
+        sorted((o["dataset"], o["task"], o["turn"], o["method"], tuple(o["token_ids"])) for o in read_results([p])[1])
+        for p in (results, cut)
+    )
+    assert before == after
+    # A file of other settings is not written to.
+    assert bench(data, cut, "--methods", "plain", "head", "--budgets", "4") == 2
+
+
+def damaged(results, path, change):
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def test_tables_are_refused_where_they_would_mislead(results, tmp_path):
+    def other_text(lines):
+        lines[3]["token_ids"] = [1, 2, 3]
+
+    def missing(lines):
+        del lines[5]
+
+    def other_length(lines):
+        lines[0]["settings"]["max_new_tokens"] = 25
+
+    def other_data(lines):
+        lines[0]["settings"]["datasets"]["one"] = "0" * 16
+
+    with pytest.raises(ValueError, match="is not that of plain decoding"):
+        read_results([damaged(results, tmp_path / "a.jsonl", other_text)])
+    with pytest.raises(ValueError, match=r"no text of .*; run the benchmark to its end"):
+        read_results([damaged(results, tmp_path / "b.jsonl", missing)])
+    with pytest.raises(ValueError, match="has max_new_tokens=25, but"):
+        read_results([results, damaged(results, tmp_path / "c.jsonl", other_length)])
+    with pytest.raises(ValueError, match="has datasets="):
+        read_results([results, damaged(results, tmp_path / "d.jsonl", other_data)])
+    (tmp_path / "e.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="holds no settings in its first line"):
+        read_results([tmp_path / "e.jsonl"])
+
+
+def test_datasets(data, tmp_path):
+    one = read_dataset(data[0], count=1, skip=1)
+    assert [task.id for task in one.tasks] == ["a1"]
+    assert one.digest != read_dataset(data[0], count=1).digest
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text('{"id": 1, "turns": ["How many?"], "reference": "3"}\n')
+    task = read_dataset(str(file), published_templates=True).tasks[0]
+    assert task.turns[0].startswith("How many?\n")
+    assert "boxed" in task.turns[0]
+    assert task.reference == "3"
+    with pytest.raises(ValueError, match="is neither a file nor one of the benchmarks gsm8k"):
+        read_dataset("nothing")
+    with pytest.raises(ValueError, match="has no rows behind the first 3"):
+        read_dataset(data[0], skip=3)
+    file.write_text('{"id": 1}\n')
+    with pytest.raises(ValueError, match="line 1: a row needs turns"):
+        read_dataset(str(file))
+
+
+def test_what_is_missing_is_named(data, tmp_path, capsys):
+    assert main(["bench", "--target", str(TINY / "target")]) == 2
+    assert "--data is needed to measure" in capsys.readouterr().err
+    arguments = ["bench", "--target", str(TINY / "target"), "--data", *data, "--out", str(tmp_path / "x.jsonl")]
+    assert main([*arguments, "--methods", "head"]) == 2
+    assert "--methods head and merged need --head" in capsys.readouterr().err
+    assert main([*arguments, "--methods", "draft"]) == 2
+    assert "--methods draft and hf-assisted need --draft" in capsys.readouterr().err
