@@ -61,6 +61,7 @@ WITHIN_LEVEL = {
     ("demo", "benchmark"),
     ("cli", "demo"),
     ("cli", "certificate"),
+    ("cli", "benchmark"),
 }
 
 

@@ -92,8 +92,7 @@ class HuggingFaceMethod:
         with torch.random.fork_rng(devices=[self._target.device] if self._target.device.type == "cuda" else []):
             torch.manual_seed(seed)
             begin = time.perf_counter()
-            out = self._target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **self._options
-            )
+            model: Any = self._target.model
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **self._options)
             token_ids = out[0, len(prompt) :].tolist()
         return Written(token_ids, time.perf_counter() - begin)

@@ -63,9 +63,9 @@ def _speedups(figures: Sequence[Figures], path: Path, references: Mapping[str, M
         ]
         axis.bar(places, [one.speedup for one in mine], width, yerr=errors, label=method, error_kw={"linewidth": 0.8})
     for number, (name, speedups) in enumerate(references.items()):
-        places = [place for place, dataset in enumerate(datasets) if dataset in speedups]
-        values = [speedups[datasets[place]] for place in places]
-        edges = ([place - 0.45 for place in places], [place + 0.45 for place in places])
+        known = [place for place, dataset in enumerate(datasets) if dataset in speedups]
+        values = [speedups[datasets[place]] for place in known]
+        edges = ([place - 0.45 for place in known], [place + 0.45 for place in known])
         axis.hlines(values, *edges, colors=f"C{9 - number}", linestyles="dashed", label=f"published: {name}")
     axis.axhline(1.0, color="gray", linewidth=0.8)
     axis.set_xticks(range(len(datasets)), datasets)

@@ -158,7 +158,11 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
         if name in drafters:
             for budget in args.budgets:
                 found[f"{name}@{budget}"] = DecoderMethod(SpeculativeDecoder(target, drafters[name], acceptor, budget))
-    peers = {"hf": {}, "hf-lookup": {"prompt_lookup_num_tokens": 10}, "hf-assisted": {"assistant_model": small and small.model}}
+    peers: dict[str, dict[str, Any]] = {
+        "hf": {},
+        "hf-lookup": {"prompt_lookup_num_tokens": 10},
+        "hf-assisted": {"assistant_model": small and small.model},
+    }
     for name, options in peers.items():
         if name in args.methods:
             found[name] = HuggingFaceMethod(target, args.temperature, options)

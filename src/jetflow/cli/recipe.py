@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetflow.training.settings import TrainSettings
 
@@ -91,6 +91,11 @@ class Recipe:
     tensorboard: bool = False
 
 
+if TYPE_CHECKING:
+    from jetflow.targets import Target
+    from jetflow.training.rows import TrainingRows
+    from jetflow.training.step import StepSettings
+
 SECTIONS = {
     "target": TargetSection,
     "data": DataSection,
@@ -127,6 +132,39 @@ def read_recipe(path: Path) -> Recipe:
 def write_recipe(recipe: Recipe) -> dict[str, Any]:
     """Returns a recipe as plain values, for the model card."""
     return asdict(recipe)
+
+
+def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> StepSettings:
+    """Builds what `[loss]` asks for.
+
+    Raises:
+        ValueError: the loss is unknown, or has no temperature.
+    """
+    from jetflow import losses, masks
+    from jetflow.training.step import StepSettings
+    from jetflow.training.vocabulary import SampledVocabulary
+
+    known: dict[str, Any] = {
+        "forward-kl": losses.ForwardKL,
+        "reverse-kl": losses.ReverseKL,
+        "jensen-shannon": losses.JensenShannon,
+        "total-variation": losses.TotalVariation,
+        "log-acceptance": losses.LogAcceptance,
+    }
+    if section.name == "cross-entropy":
+        if section.temperature != 1.0:
+            raise ValueError(f"[loss] temperature={section.temperature}: cross-entropy has none")
+        loss: Any = losses.CrossEntropy()
+    elif section.name in known:
+        loss = known[section.name](section.temperature)
+    else:
+        raise ValueError(f"[loss] name must be one of cross-entropy, {', '.join(known)}, got {section.name!r}")
+    vocabulary = None
+    if section.num_frequent is not None:
+        frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
+        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
+    form = masks.block_mask if target.device.type == "cuda" else masks.dense
+    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share)
 
 
 def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:

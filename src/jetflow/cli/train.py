@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from jetflow.cli.recipe import HeadSection, LossSection, Recipe
+    from jetflow.cli.recipe import HeadSection, Recipe
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.config import DraftHeadConfig
     from jetflow.targets import Target
     from jetflow.training.data import Example
     from jetflow.training.progress import TrainingLog
     from jetflow.training.rows import TrainingRows
-    from jetflow.training.step import StepSettings
     from jetflow.training.trainer import Trainer
 
 # The published head.
@@ -145,6 +144,7 @@ def _features(args: argparse.Namespace) -> int:
 
 
 def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, accelerator: Accelerator) -> Trainer:
+    from jetflow.cli.recipe import step_settings
     from jetflow.training.optimizers import adamw, muon
     from jetflow.training.trainer import Trainer
 
@@ -155,7 +155,7 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
         raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
     return Trainer(
         _head(recipe, target), target, rows, folder=out, settings=recipe.train,
-        step_settings=_step_settings(recipe.loss, target, rows),
+        step_settings=step_settings(recipe.loss, target, rows),
         make_optimizers=partial(known[recipe.optimizer], weight_decay=recipe.weight_decay),
         accelerator=accelerator,
     )  # fmt: skip
@@ -211,34 +211,6 @@ def _mask_token_id(section: HeadSection, tokenizer: Any) -> int:
     if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
         raise ValueError(f"[head] mask_token {token!r} is no token of the target's tokenizer")
     return token_id
-
-
-def _step_settings(section: LossSection, target: Target, rows: TrainingRows) -> StepSettings:
-    from jetflow import losses, masks
-    from jetflow.training.step import StepSettings
-    from jetflow.training.vocabulary import SampledVocabulary
-
-    known: dict[str, Any] = {
-        "forward-kl": losses.ForwardKL,
-        "reverse-kl": losses.ReverseKL,
-        "jensen-shannon": losses.JensenShannon,
-        "total-variation": losses.TotalVariation,
-        "log-acceptance": losses.LogAcceptance,
-    }
-    if section.name == "cross-entropy":
-        if section.temperature != 1.0:
-            raise ValueError(f"[loss] temperature={section.temperature}: cross-entropy has none")
-        loss: Any = losses.CrossEntropy()
-    elif section.name in known:
-        loss = known[section.name](section.temperature)
-    else:
-        raise ValueError(f"[loss] name must be one of cross-entropy, {', '.join(known)}, got {section.name!r}")
-    vocabulary = None
-    if section.num_frequent is not None:
-        frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
-        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
-    form = masks.block_mask if target.device.type == "cuda" else masks.dense
-    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share)
 
 
 def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) -> None:
