@@ -16,7 +16,7 @@ from jetflow.acceptors import GreedyAcceptor
 from jetflow.logprobs import TokenLogProbs, log_probs_of
 from jetflow.paged_cache import PagePool
 from jetflow.protocols import Acceptance, Acceptor, BudgetPolicy, DraftContext, Drafter
-from jetflow.request import Request, RequestSettings
+from jetflow.request import Prompt, Request, RequestSettings, prompt_ids
 from jetflow.results import GenerationResult, Round, RoundStats
 from jetflow.stopping import FinishReason
 from jetflow.targets import Target
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from jetflow.processing import LogitsProcessor
-
-Prompt = str | Sequence[int]
 
 
 class SpeculativeDecoder:
@@ -43,6 +41,8 @@ class SpeculativeDecoder:
             code is plain autoregressive decoding.
         prefill_chunk: most prompt tokens in one pass.
         pages: memory for a paged cache, shared with other decoders if you like; a contiguous one when absent.
+        fixed_width: run every tree pass over so many nodes, so that greedy text in bfloat16 does not depend on trees; slow, see
+            `TreeVerifier`.
 
     Raises:
         ValueError: `budget` is below 1, or the drafter taps layers that the target does not have.
@@ -61,6 +61,7 @@ class SpeculativeDecoder:
         *,
         prefill_chunk: int = 2048,
         pages: PagePool | None = None,
+        fixed_width: int | None = None,
     ):
         max_nodes = budget if isinstance(budget, int) else budget.max_nodes
         if max_nodes < 1:
@@ -71,7 +72,11 @@ class SpeculativeDecoder:
         self.acceptor = acceptor or GreedyAcceptor()
         self.max_nodes = max_nodes
         self.policy = None if isinstance(budget, int) else budget
-        self._verifier = TreeVerifier(target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages)
+        if fixed_width is not None and fixed_width < max_nodes:
+            raise ValueError(f"fixed_width={fixed_width} must be at least the budget, {max_nodes}")
+        self._verifier = TreeVerifier(
+            target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages, fixed_width=fixed_width
+        )
 
     @overload
     def generate(
@@ -152,7 +157,7 @@ class SpeculativeDecoder:
         prompts: list[Any] = [prompt] if _is_one_prompt(prompt) else list(prompt)
         if not prompts:
             raise ValueError("prompt must hold at least one token (or one prompt), got an empty list")
-        requests = [Request(self._token_ids(one), settings, self.target, self._given_acceptor) for one in prompts]
+        requests = [Request(prompt_ids(one, self.target), settings, self.target, self._given_acceptor) for one in prompts]
         results = []
         for request in requests:
             # Every prompt starts from the seed, so that a result does not depend on its neighbours.
@@ -257,22 +262,6 @@ class SpeculativeDecoder:
             request.new_ids, text, reason, request.num_prompt_tokens, rounds, prefill_seconds, seconds,
             None if request.num_likeliest is None else log_probs,
         )  # fmt: skip
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise ValueError("prompt is text, but the target has no tokenizer; pass token ids")
-            prompt = self.target.tokenizer(prompt).input_ids
-        ids = [int(token) for token in prompt]
-        vocab_size, limit = self.target.vocab_size, self.target.max_positions
-        if not ids:
-            raise ValueError("prompt must hold at least one token, got none")
-        wrong = [token for token in ids if not 0 <= token < vocab_size]
-        if wrong:
-            raise ValueError(f"prompt token {wrong[0]} must be in [0, {vocab_size}), the target's vocabulary")
-        if len(ids) >= limit:
-            raise ValueError(f"prompt has {len(ids)} tokens, but the target allows {limit} including the answer")
-        return ids
 
 
 def _is_one_prompt(prompt: Any) -> bool:

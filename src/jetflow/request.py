@@ -19,6 +19,7 @@ from jetflow.trees.token_tree import TokenTree
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+Prompt = str | Sequence[int]
 DEFAULT_NEW_TOKENS = 256
 
 
@@ -115,6 +116,28 @@ class Request:
     def prune(self, tree: TokenTree) -> TokenTree:
         """Drops nodes that the processors forbid."""
         return tree if self._processors is None else self._processors.prune(self.token_ids[:-1], tree)
+
+
+def prompt_ids(prompt: Prompt, target: Target) -> list[int]:
+    """Checks a prompt and turns text into token ids.
+
+    Raises:
+        ValueError: text without a tokenizer, no token, an id outside the vocabulary, or no room for an answer.
+    """
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise ValueError("prompt is text, but the target has no tokenizer; pass token ids")
+        prompt = target.tokenizer(prompt).input_ids
+    ids = [int(token) for token in prompt]
+    vocab_size, limit = target.vocab_size, target.max_positions
+    if not ids:
+        raise ValueError("prompt must hold at least one token, got none")
+    wrong = [token for token in ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"prompt token {wrong[0]} must be in [0, {vocab_size}), the target's vocabulary")
+    if len(ids) >= limit:
+        raise ValueError(f"prompt has {len(ids)} tokens, but the target allows {limit} including the answer")
+    return ids
 
 
 def _acceptor(given: Acceptor | None, do_sample: bool | None) -> Acceptor:

@@ -18,6 +18,7 @@ from jetflow import masks
 from jetflow.caches import TreeCache
 from jetflow.kernels.ancestors import pack_ancestors
 from jetflow.kernels.masked_attention import masked_attention
+from jetflow.kernels.path_attention import path_attention, text_slots
 from jetflow.kernels.tree_attention import tree_attention
 from jetflow.paged_cache import PagedTreeCache, PagePool
 from jetflow.protocols import Acceptance, TargetOutput
@@ -36,6 +37,8 @@ class TreeStep:
     num_slots: int
     kernel: str
     block_table: Tensor | None = None
+    # In fixed-width mode: where each node's own text lies.
+    text_slots: Tensor | None = None
 
     @cached_property
     def packed(self) -> dict[str, Any]:
@@ -90,6 +93,9 @@ def _tree_attention_layer(
         nodes = query.transpose(1, 2)
         out, _ = tree_attention(nodes.flatten(0, 1), key, value, **tree_step.packed, scale=scaling, window=sliding_window)
         return out.view_as(nodes), None
+    if tree_step.text_slots is not None:
+        out = path_attention(query, key, value, tree_step.text_slots, scale=scaling, window=sliding_window)
+        return out.transpose(1, 2).contiguous(), None
     out = masked_attention(query, key, value, tree_step.mask(sliding_window), scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -105,19 +111,36 @@ class TreeVerifier:
         taps: target layers whose outputs are returned as features.
         prefill_chunk: most prompt tokens in one pass; bounds the memory that long prompts take.
         pages: memory that the cache takes its pages from; a contiguous cache of its own when absent.
+        fixed_width: pad every tree pass to so many nodes and attend over each node's own text in its order, so that what a
+            node gets does not depend on the tree around it, to the last bit where the backend's matrix products treat equal
+            rows alike (the CPU's do). One row at a time, and slow.
 
     Raises:
-        ValueError: a tap is outside the target or `prefill_chunk` is below 1.
+        ValueError: a tap is outside the target, `prefill_chunk` or `fixed_width` is below 1, or `fixed_width` stands beside the
+            target's Triton attention.
     """
 
-    def __init__(self, target: Target, *, taps: Sequence[int] = (), prefill_chunk: int = 2048, pages: PagePool | None = None):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        taps: Sequence[int] = (),
+        prefill_chunk: int = 2048,
+        pages: PagePool | None = None,
+        fixed_width: int | None = None,
+    ):
         target.check_taps(taps)
+        if fixed_width is not None and fixed_width < 1:
+            raise ValueError(f"fixed_width must be at least 1, got {fixed_width}")
+        if fixed_width is not None and target.tree_kernel == "triton":
+            raise ValueError("fixed_width has an attention of its own and does not go with attention='triton'")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self._target = target
         self._taps = tuple(taps)
         self._prefill_chunk = prefill_chunk
         self._pages = pages
+        self._fixed_width = fixed_width
         self._cache: TreeCache | PagedTreeCache | None = None
 
     @property
@@ -176,10 +199,15 @@ class TreeVerifier:
         cache = self.cache
         if tree.batch_size != len(cache.lengths):
             raise ValueError(f"tree has {tree.batch_size} rows, but {len(cache.lengths)} prompts were prefilled")
+        num_nodes = tree.max_nodes
+        if self._fixed_width is not None:
+            tree = self._padded(tree, self._fixed_width)
         cache.reserve(tree.max_nodes)
         prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
         kernel = self._target.tree_kernel
         step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, kernel)
+        if self._fixed_width is not None:
+            step.text_slots = text_slots(tree, cache.lengths[0])
         if isinstance(cache, PagedTreeCache) and kernel == "triton":
             cache.hands_out_pages, step.block_table = True, cache.block_table
         logits, features = self._target.forward(
@@ -195,7 +223,16 @@ class TreeVerifier:
         )
         if isinstance(cache, PagedTreeCache):
             cache.hands_out_pages = False
-        return TargetOutput(logits, features)
+        return TargetOutput(logits[:, :num_nodes], features[:, :num_nodes])
+
+    def _padded(self, tree: TokenTree, width: int) -> TokenTree:
+        """Adds nodes without parents, which see the prefix and themselves, up to `width` nodes."""
+        spare = width - tree.max_nodes
+        if tree.batch_size != 1 or spare < 0:
+            raise ValueError(f"fixed_width={width} takes one tree of at most so many nodes, got {list(tree.tokens.shape)}")
+        columns = zip((tree.tokens, tree.parents, tree.depths, tree.scores), (0, -1, 0, float("-inf")), strict=True)
+        padded = [torch.cat([column, column.new_full((1, spare), filling)], dim=1) for column, filling in columns]
+        return TokenTree(padded[0], padded[1], padded[2], padded[3], tree.num_nodes)
 
     def release(self) -> None:
         """Gives the pages of a paged cache back; a contiguous cache keeps its memory for the next prompt."""
