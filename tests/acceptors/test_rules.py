@@ -107,6 +107,30 @@ def test_one_drawn_child_beside_fixed_ones_accepts_what_the_best_rule_can():
     assert abs(float((acceptance.num_accepted > 0).double().mean()) - float(expected)) < 0.01
 
 
+def test_many_repeats_are_as_many_residuals():
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (torch.randn(40, 9, generator=generator).mul(2).softmax(-1) for _ in range(2))
+    target[:, 3] = 0.0
+    target /= target.sum(-1, keepdim=True)
+    counts = torch.arange(40) % 8
+    expected = target.clone()
+    for step in range(8):
+        again = target_law.residual(expected, draft)
+        expected = torch.where((counts > step)[:, None], again, expected)
+    got = rejection.repeated_residual(target, draft, counts.double())
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_sharp_drafts_with_replacement_end():
+    """Where one token has nearly all of the draft's law, a new one takes a million draws; they are one jump."""
+    draft = torch.tensor([[1 - 1e-7, 6e-8, 4e-8]])
+    target = torch.tensor([[0.0, 0.7, 0.3]])
+    got = rejection.repeated_residual(target, draft, torch.tensor([1e9], dtype=torch.float64))
+    assert got.sum().isclose(torch.tensor(1.0))
+    # P / Q is 11.7 and 7.5 million: the second token ends first.
+    torch.testing.assert_close(got, torch.tensor([[0.0, 1.0, 0.0]]))
+
+
 def test_block_weights_are_those_of_the_paper():
     """h_i of Sun et al., equation by equation, against the weights of traversal verification on a chain."""
     toy = make_toy(3)

@@ -114,14 +114,39 @@ class RecursiveRejection:
 
         Before a draw that brings a new token there is a geometric number of them.
         """
-        seen = seen.clamp(0.0, 1.0 - 1e-9)
+        seen = seen.clamp(0.0, 1.0 - 1e-12)
         counts = (torch.log1p(-uniform(seen, generator)) / seen.clamp(min=1e-300).log()).floor()
-        counts = torch.where(seen > 0, counts, 0.0)
-        while bool((counts > 0).any()):
-            again = residual(left, law)
-            # Nothing changes any more once P is a fixed point, as it is where Q misses all that is left.
-            if bool(((again == left).all(-1) | (counts <= 0)).all()):
-                break
-            left = torch.where((counts > 0)[:, None], again, left)
-            counts = counts - 1
-        return left
+        return repeated_residual(left, law, torch.where(seen > 0, counts, 0.0))
+
+
+def repeated_residual(target: Tensor, draft: Tensor, counts: Tensor) -> Tensor:
+    """Applies `P <- norm((P - Q)+)` so many times to each row, without doing it so often.
+
+    After any number of steps P is proportional to (P_0 - c Q)+, and a step adds the sum of that to c. While the same tokens
+    are left, that sum shrinks by 1 minus Q's mass on them each time, so all steps up to the next token's end are one jump.
+
+    Args:
+        target: P_0, float [M, V].
+        draft: Q, float [M, V].
+        counts: float64 [M], steps of each row.
+    """
+    start, law, counts = target.double(), draft.double(), counts.clone()
+    ratios = torch.where(law > 0, start / law, torch.inf).masked_fill(start <= 0, -torch.inf)
+    best = ratios.amax(-1)
+    level = torch.zeros_like(counts)
+    while bool((counts > 0).any()):
+        alive = ratios > level[:, None]
+        total = (start - level[:, None] * law).clamp(min=0.0).sum(-1)
+        mass = (law * alive).sum(-1)
+        next_end = ratios.masked_fill(~alive, torch.inf).amin(-1)
+        # Where Q misses what is left, or all of it ends at once, the shape of P stays.
+        still = (mass <= 0) | (next_end >= best) | (total <= 0)
+        shrink = torch.log1p(-mass.clamp(max=1.0 - 1e-15))
+        needed = (torch.log1p((-(next_end - level) * mass / total).clamp(min=-1.0)) / shrink).ceil().clamp(min=1.0)
+        steps = torch.where(still, 0.0, torch.minimum(needed, counts))
+        grown = total * -torch.expm1(steps * shrink) / mass
+        level = torch.where(still, level, level + grown)
+        counts = torch.where(still, 0.0, counts - steps)
+    left = (start - level[:, None] * law).clamp(min=0.0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, start).to(target.dtype)
