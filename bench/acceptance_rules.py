@@ -106,8 +106,11 @@ def measure(*, rounds: int, budget: int, seeds: int) -> list[dict]:
                         generator = torch.Generator().manual_seed(seed)
                         accepted = rule(built[kind], language.logits_of(built[kind]), generator=generator).num_accepted
                         taus.setdefault(name, []).append(1 + float(accepted.double().mean()))
+                law = (Language(noise, rounds, 0).target / temperature).softmax(-1)
+                sharpness = round(float(law.amax(-1).mean()), 3)
                 means = {name: sum(values) / len(values) for name, values in taus.items()}
-                cells.append({"conditional": conditional, "temperature": temperature, "noise": noise, "tau": means})
+                setting = {"conditional": conditional, "temperature": temperature, "noise": noise, "sharpness": sharpness}
+                cells.append({**setting, "tau": means})
                 print(cells[-1], flush=True)
     return cells
 
@@ -115,12 +118,14 @@ def measure(*, rounds: int, budget: int, seeds: int) -> list[dict]:
 def markdown(cells: list[dict]) -> str:
     """The grid as a table, the best of each row in bold."""
     names = list(cells[0]["tau"])
-    lines = ["| laws | T | noise | " + " | ".join(names) + " |", "|" + "---|" * (3 + len(names))]
+    lines = ["| laws | T (sharpness) | noise | " + " | ".join(names) + " |", "|" + "---|" * (3 + len(names))]
     for cell in cells:
         best = max(cell["tau"].values())
         values = [f"**{tau:.2f}**" if tau == best else f"{tau:.2f}" for tau in cell["tau"].values()]
         kind = "by parent" if cell["conditional"] else "by depth"
-        lines.append(f"| {kind} | {cell['temperature']} | {cell['noise']} | " + " | ".join(values) + " |")
+        lines.append(
+            f"| {kind} | {cell['temperature']} ({cell['sharpness']:.2f}) | {cell['noise']} | " + " | ".join(values) + " |"
+        )
     return "\n".join(lines)
 
 

@@ -44,6 +44,8 @@ LEVELS = {
 # line stand on the comparison.
 WITHIN_LEVEL = {
     ("trees", "scoring"),
+    ("acceptors", "scoring"),
+    ("acceptors", "trees"),
     ("targets", "caches"),
     ("targets", "target_checks"),
     ("targets", "paged_cache"),

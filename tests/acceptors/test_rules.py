@@ -12,13 +12,14 @@ from jetflow import (
     BestFirst,
     BlockVerification,
     FixedShape,
+    GreedyAcceptor,
     RecursiveRejection,
     SamplingAcceptor,
     TokenTree,
     TraversalVerification,
     TypicalAcceptance,
 )
-from jetflow.acceptors import rejection, target_law, traversal
+from jetflow.acceptors import auto, sharpness_of, rejection, target_law, traversal
 from jetflow.trees.sampling import SampledSource
 from jetflow.trees.token_tree import DraftLaws
 
@@ -274,3 +275,17 @@ def test_typical_acceptance_takes_the_longest_typical_path():
     assert TypicalAcceptance.__doc__.startswith("NOT lossless")
     with pytest.raises(ValueError, match=r"epsilon must be in \(0, 1\), got 1.5"):
         TypicalAcceptance(epsilon=1.5)
+
+
+def test_the_choice_follows_temperature_and_sharpness():
+    assert isinstance(auto(0).acceptor, GreedyAcceptor)
+    sharp, flat = auto(0.7, sharpness=0.9), auto(1.0, sharpness=0.4, top_p=0.9)
+    assert isinstance(sharp.acceptor, SamplingAcceptor)
+    assert sharp.sampling is None
+    assert isinstance(flat.acceptor, TraversalVerification)
+    assert flat.sampling == ChildSampling(1.0)
+    assert flat.expander.token_blind
+    with pytest.raises(ValueError, match=r"sharpness must be in \(0, 1\] at temperature 0.7, got None"):
+        auto(0.7)
+    logits = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]]).log()
+    assert sharpness_of(logits, 1.0) == 0.75
