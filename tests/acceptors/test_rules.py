@@ -19,7 +19,7 @@ from jetflow import (
     TraversalVerification,
     TypicalAcceptance,
 )
-from jetflow.acceptors import auto, sharpness_of, rejection, target_law, traversal
+from jetflow.acceptors import auto, rejection, sharpness_of, target_law, traversal
 from jetflow.trees.sampling import SampledSource
 from jetflow.trees.token_tree import DraftLaws
 
