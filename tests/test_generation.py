@@ -25,7 +25,7 @@ from jetflow import (
     TokenTree,
     TraversalVerification,
 )
-from jetflow.processing import PathProcessors
+from jetflow.processing import CountPenalty, PathProcessors
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 NUM_CONFIGS = 200
@@ -147,6 +147,21 @@ def test_the_decoders_acceptor_must_go_with_the_config():
     with pytest.raises(ValueError, match=r"SamplingAcceptor must have 1, got 0\.5"):
         SpeculativeDecoder(target, drafter, SamplingAcceptor(0.5)).generate(PROMPT, generation_config=config)
     assert SpeculativeDecoder(target, drafter, RecursiveRejection()).generate(PROMPT, generation_config=config).token_ids
+
+
+def test_frequency_and_presence_penalties_count_along_each_path():
+    target = Target(make_model("qwen3"))
+    penalty = CountPenalty(len(PROMPT), frequency=1.5, presence=0.5)
+    # One token after the other by hand.
+    expected = []
+    for _ in range(20):
+        logits = target.model(torch.tensor([PROMPT + expected])).logits[0, -1].detach()
+        counts = torch.bincount(torch.tensor(expected, dtype=torch.int64), minlength=VOCAB_SIZE)
+        expected.append(int((logits - 1.5 * counts - 0.5 * (counts > 0)).argmax()))
+    for perfect in (True, False):
+        decoder = SpeculativeDecoder(target, TreeDrafter(expected, len(PROMPT), perfect=perfect), budget=6)
+        result = decoder.generate(PROMPT, max_new_tokens=20, eos_token_id=[], logits_processors=[penalty])
+        assert result.token_ids == expected
 
 
 class Counting(LogitsProcessor):

@@ -94,6 +94,33 @@ class PathProcessors:
         return out
 
 
+class CountPenalty:
+    """Lowers the logits of tokens that the answer holds already: the frequency and presence penalties of serving engines.
+
+    `scores - frequency * count - presence * (count > 0)`, where count is how often the token stands in the answer so far;
+    tokens of the prompt do not count (transformers' `repetition_penalty` is the one that counts them).
+
+    Args:
+        num_prompt_tokens: length of the prompt.
+        frequency: logits per occurrence.
+        presence: logits for any.
+
+    Example:
+        >>> penalty = CountPenalty(num_prompt_tokens=2, frequency=0.5, presence=1.0)
+        >>> penalty(torch.tensor([[3, 3, 1, 1]]), torch.zeros(1, 4))
+        tensor([[ 0., -2.,  0.,  0.]])
+    """
+
+    def __init__(self, num_prompt_tokens: int, *, frequency: float = 0.0, presence: float = 0.0):
+        self.num_prompt_tokens, self.frequency, self.presence = num_prompt_tokens, frequency, presence
+
+    def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns penalised scores [M, V]."""
+        answer = token_ids[:, self.num_prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
 def _refuse_state(processor: Any, vocab_size: int) -> None:
     """Asks twice; what a processor prepares once is no state, what goes on changing is."""
     token_ids = torch.zeros(1, 2, dtype=torch.int64)
