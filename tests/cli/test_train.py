@@ -255,6 +255,29 @@ def test_tensorboard_that_is_not_installed_is_a_clear_error(tmp_path, answers, c
     assert "needs the tensorboard package" in capsys.readouterr().err
 
 
+def test_tensorboard_holds_every_step_and_tau(tmp_path, answers):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    recipe = write_recipe(tmp_path, answers, "tensorboard = true\n" + RECIPE)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [(one["step"], one["loss"]) for one in steps if "loss" in one]
+    assert [one.step for one in found.Scalars("loss")] == [step for step, _ in losses]
+    assert all(abs(one.value - loss) < 1e-4 for one, (_, loss) in zip(found.Scalars("loss"), losses, strict=True))
+    assert any(tag.startswith("tau/") for tag in found.Tags()["scalars"])
+
+
+def test_a_head_with_a_correction_is_trained_published_and_trained_on(tmp_path, answers):
+    text = RECIPE.replace("num_layers = 1", "num_layers = 1\ncorrection = 'gated'\ncorrection_rank = 8")
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 0
+    head = load_head(tmp_path / "run" / "head")
+    assert (head.config.correction, head.config.correction_rank) == ("gated", 8)
+    assert head.correction.up.weight.abs().sum() > 0
+    more = text.replace("correction = 'gated'", f"start_from = '{tmp_path / 'run' / 'head'}'\ncorrection = 'recurrent'")
+    assert main(["train", str(write_recipe(tmp_path, answers, more)), "--out", str(tmp_path / "more")]) == 0
+    assert load_head(tmp_path / "more" / "head").config.correction == "recurrent"
+
+
 def test_muon_needs_whole_matrices(tmp_path, answers, capsys):
     text = "optimizer = 'muon'\n" + RECIPE.replace("steps = 4", "steps = 4\nshard_head = true")
     assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
