@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from rich.console import Console
@@ -20,9 +20,12 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jetflow.kernels.commit_triton import _commit
 from jetflow.kernels.cost import tree_attention_cost
+from jetflow.kernels.top_tokens_triton import CHUNK, _chunks, _join
 from jetflow.kernels.tree_attention import SPLIT
 from jetflow.kernels.tree_attention_triton import _attend, tile_sizes
+from jetflow.kernels.walk_triton import _walk
 
 # Shared memory that one program may use, that of a multiprocessor, and its registers (NVIDIA's tables of compute capabilities).
 CHIPS = {80: (163 * 1024, 164 * 1024, 65536), 90: (227 * 1024, 228 * 1024, 65536), 100: (227 * 1024, 228 * 1024, 65536)}
@@ -53,27 +56,52 @@ def compile_attention(chip: int, heads: tuple[int, int, int], nodes: int, dtype:
     }  # fmt: skip
     pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "bits_ptr": "i64", "starts_ptr": "i32", "prefix_ptr": "i32"}
     pointers |= {"depth_ptr": "i32", "table_ptr": "i32", "out_ptr": "fp32", "lse_ptr": "fp32"}
-    floats = ("scale", "softcap")
+    # As at run time: the last axis has stride 1.
+    constants |= {"q_d": 1, "k_d": 1, "v_d": 1}
+    return compile_kernel(chip, _attend, constants, pointers, tiles.num_warps, floats=("scale", "softcap"))
+
+
+def compile_small(chip: int) -> dict[str, Compiled]:
+    """Compiles the other kernels at Qwen3-8B's shapes: 64 tokens of 151,936, trees of 256 nodes, heads of 128."""
+    tops = {"value_ptr": "fp32", "id_ptr": "i32", "max_ptr": "fp32", "sum_ptr": "fp32"}
+    ends = {"token_ptr": "i64", "log_prob_ptr": "fp32"}
+    walk = dict.fromkeys(
+        ("tokens_ptr", "parents_ptr", "counts_ptr", "chosen_ptr", "path_ptr", "accepted_ptr", "bonus_ptr"), "i64"
+    )
+    commit = {"memory_ptr": "bf16", "path_ptr": "i64", "starts_ptr": "i32", "counts_ptr": "i32", "table_ptr": "i32"}
+    sizes = {"D": 128, "BLOCK_D": 128, "m_d": 1}
+    chunks = -(-151936 // CHUNK)
+    join = {"K": 64, "CHUNKS": triton.next_power_of_2(chunks), "BLOCK": triton.next_power_of_2(64 * chunks)}
+    return {
+        "top tokens, chunks": compile_kernel(chip, _chunks, {"K": 64, "CHUNK": CHUNK}, {"logits_ptr": "bf16", **tops}, 4),
+        "top tokens, join": compile_kernel(chip, _join, join, {**tops, **ends}, 8),
+        "acceptance walk": compile_kernel(chip, _walk, {"BLOCK": 256}, walk, 4),
+        "commit": compile_kernel(chip, _commit, {**sizes, "PAGE": 0}, commit, 1),
+        "commit, pages of 16": compile_kernel(chip, _commit, {**sizes, "PAGE": 16}, commit, 1),
+    }
+
+
+def compile_kernel(
+    chip: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str], num_warps: int, floats: tuple[str, ...] = ()
+) -> Compiled:
+    """Compiles one kernel; arguments that are neither constants, pointers nor floats are int32."""
     signature = {}
-    for name in _attend.arg_names:
+    for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         elif name in pointers:
             signature[name] = f"*{pointers[name]}"
         else:
             signature[name] = "fp32" if name in floats else "i32"
-    # As at run time: memory is aligned to 16 bytes, and the last axis has stride 1.
-    constants |= {"q_d": 1, "k_d": 1, "v_d": 1}
-    for name in ("q_d", "k_d", "v_d"):
-        signature[name] = "constexpr"
-    attributes = {(_attend.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(_attend, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options={"num_warps": tiles.num_warps})
+    # Memory is aligned to 16 bytes.
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options={"num_warps": num_warps})
     registers, spilled = resources(compiled.asm["cubin"])
     program, multiprocessor, file = CHIPS[chip]
     shared = compiled.metadata.shared
     assert shared <= program, f"sm_{chip}: {shared} bytes of shared memory, {program} allowed"
-    threads = 32 * tiles.num_warps
+    threads = 32 * num_warps
     fits = min(file // (registers * threads), multiprocessor // max(shared, 1), 2048 // threads)
     return Compiled(registers, spilled, shared, fits, "wgmma" in compiled.asm["ptx"])
 
@@ -128,6 +156,14 @@ def compile_table(quick: bool) -> Table:
                     numbers = (found.registers, found.spilled_bytes, f"{found.shared_bytes / 1024:.0f}")
                     last = (found.programs_per_multiprocessor, "yes" if found.uses_wgmma else "no")
                     table.add_row(f"sm_{chip}", model, str(nodes), memory, *map(str, numbers + last))
+        for name, found in compile_small(chip).items():
+            numbers = (
+                found.registers,
+                found.spilled_bytes,
+                f"{found.shared_bytes / 1024:.0f}",
+                found.programs_per_multiprocessor,
+            )
+            table.add_row(f"sm_{chip}", name, "", "", *map(str, numbers), "no")
     return table
 
 

@@ -45,6 +45,9 @@ LEVELS = {
 WITHIN_LEVEL = {
     ("trees", "scoring"),
     ("acceptors", "scoring"),
+    ("acceptors", "kernels"),
+    ("trees", "kernels"),
+    ("kernels", "trees"),
     ("acceptors", "trees"),
     ("targets", "caches"),
     ("targets", "target_checks"),

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from jetflow.kernels import dispatch
+from jetflow.kernels.commit import commit_path
+
 MIN_CAPACITY = 256
 
 
@@ -147,6 +150,11 @@ class TreeCache(Cache):
 
         It gathers by node index; cropping to the first slots would keep rejected siblings.
         """
+        if dispatch.runs_kernels(self._storage):
+            starts, counts = (torch.tensor(one, dtype=torch.int32, device=path.device) for one in (self.lengths, num_tokens))
+            commit_path(self._storage.flatten(0, 1), path, starts, counts)
+            self.advance(num_tokens)
+            return
         for row, (length, kept) in enumerate(zip(self.lengths, num_tokens, strict=True)):
             nodes = path[row, :kept]
             if nodes.tolist() != list(range(kept)):

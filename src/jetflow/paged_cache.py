@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetflow.caches import TreeCacheLayer
+from jetflow.kernels import dispatch
+from jetflow.kernels.commit import commit_path, commit_path_reference
 
 
 class PagePool:
@@ -166,14 +168,9 @@ class PagedTreeCache(Cache):
     def commit(self, path: Tensor, num_tokens: list[int]) -> None:
         """Commits the first `num_tokens[b]` nodes of `path` [B, P]: moves them behind the prefix of their row."""
         memory = self._pool.memory
-        for row, (length, kept) in enumerate(zip(self.lengths, num_tokens, strict=True)):
-            nodes = path[row, :kept].to(memory.device)
-            table = self.block_table[row].long()
-            source, target = nodes + length, torch.arange(length, length + kept, device=memory.device)
-            size = self._pool.page_size
-            # Read whole before it is written: source and destination may overlap.
-            moved = memory[:, :, table[source // size], source % size]
-            memory[:, :, table[target // size], target % size] = moved
+        starts, counts = (torch.tensor(one, dtype=torch.int32, device=memory.device) for one in (self.lengths, num_tokens))
+        commit = commit_path if dispatch.runs_kernels(memory) else commit_path_reference
+        commit(memory.flatten(0, 1), path.to(memory.device), starts, counts, block_table=self.block_table)
         self.advance(num_tokens)
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from bench.kernels import CHIPS, MODELS, compile_attention
+from bench.kernels import CHIPS, MODELS, compile_attention, compile_small
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -14,3 +14,10 @@ def test_attention_compiles_without_spills_and_uses_what_the_chip_has(chip, page
     assert found.spilled_bytes == 0
     assert found.programs_per_multiprocessor >= 1
     assert found.uses_wgmma == (chip == 90)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_other_kernels_compile_without_spills(chip):
+    for name, found in compile_small(chip).items():
+        assert found.spilled_bytes == 0, name
+        assert found.programs_per_multiprocessor >= 1, name

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_model
 
-from jetflow import GreedyAcceptor, TokenTree
+from jetflow import BlockDraftHead, DraftHeadConfig, GreedyAcceptor, ParallelDrafter, SpeculativeDecoder, Target, TokenTree
 from jetflow.kernels.commit import commit_path, commit_path_reference
 from jetflow.kernels.top_tokens import top_tokens, top_tokens_reference
 from jetflow.kernels.walk import accept_walk, accept_walk_reference
@@ -136,6 +137,28 @@ def test_the_ops_tell_torch_compile_what_they_need():
     memory = torch.randn(2, 1, 1, 8, 4)
     path, one, two = torch.tensor([[0, 2]]), torch.tensor([3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     torch.library.opcheck(torch.ops.jetflow.commit_path, (memory, path, one, two, None))
+
+
+@interpreted
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding_by_kernels_gives_the_text_of_the_plain_path(monkeypatch, paged):
+    """As on a GPU: top tokens, walk and commit by kernels, over contiguous and paged memory."""
+    target = Target(make_model("qwen3"))
+    torch.manual_seed(1)
+    sizes = {"num_layers": 2, "block_size": 6, "mask_token_id": 60, "taps": (0, 1, 3)}
+    head = BlockDraftHead(DraftHeadConfig.for_target(target.config, **sizes)).eval()
+    prompt = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
+
+    def text():
+        pages = target.new_page_pool(20, 4) if paged else None
+        decoder = SpeculativeDecoder(target, ParallelDrafter(head, target), budget=7, pages=pages)
+        return decoder.generate(prompt, max_new_tokens=12)
+
+    plain = text()
+    monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor: True)
+    fast = text()
+    assert fast.token_ids == plain.token_ids
+    assert [one.num_kept for one in fast.rounds] == [one.num_kept for one in plain.rounds]
 
 
 def test_kernels_in_the_interpreter():

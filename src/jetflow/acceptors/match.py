@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from jetflow.acceptors.target_law import TargetLaw, check_logits, has_law
+from jetflow.kernels import dispatch
+from jetflow.kernels.walk import accept_walk
 from jetflow.protocols import Acceptance
 from jetflow.trees.token_tree import TokenTree
 
@@ -43,7 +45,10 @@ class GreedyAcceptor:
         """
         check_logits(tree, logits)
         values, tokens = logits.max(dim=-1)
-        chosen = torch.where(values > float("-inf"), tokens, -1).tolist()
+        usable = torch.where(values > float("-inf"), tokens, -1)
+        if dispatch.runs_kernels(logits):
+            return Acceptance(*accept_walk(tree.tokens, tree.parents, tree.num_nodes, usable, int(tree.depths.max())))
+        chosen = usable.tolist()
         return _follow(tree, lambda nodes: [row[node] for row, node in zip(chosen, nodes, strict=True)])
 
 

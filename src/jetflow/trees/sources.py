@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from jetflow.kernels import dispatch
+from jetflow.kernels.top_tokens import MAX_COUNT, top_tokens
 from jetflow.protocols import Frontier
 from jetflow.scoring.functions import rest_log_prob
 from jetflow.trees.ranking import likeliest_tokens
@@ -67,6 +69,10 @@ class MarginalSource:
             raise ValueError(f"width must be at least 1, got {width}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
+        if dispatch.runs_kernels(logits) and temperature == 1.0 and width <= MAX_COUNT and logits.stride(-1) == 1:
+            found = top_tokens(logits.flatten(0, 1), min(width, logits.shape[-1]))
+            tokens, log_probs = (one.unflatten(0, logits.shape[:2]) for one in found)
+            return cls(tokens if token_ids is None else token_ids[tokens], log_probs)
         logits = logits.float() if temperature == 1.0 else logits.float() / temperature
         tokens = likeliest_tokens(logits, min(width, logits.shape[-1]))
         log_probs = logits.log_softmax(dim=-1).gather(-1, tokens)
