@@ -198,7 +198,7 @@ def tile_sizes(max_nodes: int, group: int, head_dim: int) -> Tiles:
     """Chooses the sizes for a shape. They depend on nothing that changes from round to round but the number of nodes."""
     block_m = min(64, max(16, triton.next_power_of_2(max_nodes * group)))
     block_d = max(16, triton.next_power_of_2(head_dim))
-    return Tiles(block_m, 32 if block_d >= 128 else 64, block_d, 8 if block_m * block_d >= 64 * 128 else 4)
+    return Tiles(block_m, 32 if block_d >= 64 else 64, block_d, 8 if block_m * block_d >= 64 * 128 else 4)
 
 
 def launch_tree_attention(
