@@ -7,7 +7,7 @@ import pytest
 
 from jetflow.benchmark.datasets import read_dataset
 from jetflow.benchmark.plots import published
-from jetflow.benchmark.tables import figures_of, markdown, read_results
+from jetflow.benchmark.tables import accuracies, figures_of, markdown, read_results
 from jetflow.cli import main
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -76,6 +76,19 @@ def test_published_figures_are_lines_and_named(results, tmp_path, capsys):
     assert main(["bench", "--from", str(results), "--plots", str(tmp_path), "--published", "JetSpec 64"]) == 0
     assert main(["bench", "--from", str(results), "--plots", str(tmp_path), "--published", "JetSpec 65"]) == 2
     assert "no published figures of 'JetSpec 65' at temperature 0; there are EAGLE-3 16" in capsys.readouterr().err
+
+
+def test_right_answers_are_counted(data, tmp_path, capsys):
+    file = tmp_path / "sums.jsonl"
+    rows = [{"id": 1, "turns": ["Tom has 3 apples."], "reference": "3"}, {"id": 2, "turns": ["Hi"], "tests": ["assert True"]}]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    assert bench([str(file)], tmp_path / "run.jsonl", "--methods", "plain", "--accuracy") == 0
+    assert "sums, plain: " in capsys.readouterr().out
+    _, records = read_results([tmp_path / "run.jsonl"])
+    records[0]["text"], records[1]["text"] = "so it is 3", "x = 1"
+    assert accuracies(records) == {("sums", "plain"): (1, 1)}
+    assert accuracies(records, run_code=True) == {("sums", "plain"): (2, 2)}
+    assert main(["bench", "--from", str(tmp_path / "run.jsonl"), "--run-code"]) == 2
 
 
 def test_a_run_that_was_stopped_goes_on(data, results, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ class Task:
         id: of the row.
         turns: the user's turns.
         reference: the right answer, where the file has one.
+        tests: statements that a written program must pass, where the file has some.
     """
 
     id: str
     turns: tuple[str, ...]
     reference: str | None = None
+    tests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def read_dataset(source: str, *, count: int | None = None, skip: int = 0, publis
     stop = None if count is None else skip + count
     template = TEMPLATES.get(name, "{}") if published_templates else "{}"
     tasks = tuple(
-        Task(one.id, (template.replace("{}", one.turns[0]), *one.turns[1:]), one.reference) for one in islice(rows, skip, stop)
+        replace(one, turns=(template.replace("{}", one.turns[0]), *one.turns[1:])) for one in islice(rows, skip, stop)
     )
     if not tasks:
         raise ValueError(f"{source} has no rows behind the first {skip}")
@@ -103,7 +105,10 @@ def _file_rows(path: Path) -> Sequence[Task]:
         if not turns:
             raise ValueError(f"{path}, line {number}: a row needs turns (or prompt), found {', '.join(row)}")
         reference = row.get("reference")
-        tasks.append(Task(str(row.get("id", number)), tuple(turns), None if reference is None else str(reference)))
+        reference = None if reference is None else str(reference)
+        tests = tuple(row.get("tests") or ())
+        setup = row.get("test_setup_code")
+        tasks.append(Task(str(row.get("id", number)), tuple(turns), reference, (setup, *tests) if setup and tests else tests))
     return tasks
 
 

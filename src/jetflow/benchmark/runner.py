@@ -74,7 +74,10 @@ def run_benchmark(
                         if key not in done:
                             written = methods[name](prompt, max_new_tokens, seed)
                             done[key] = dict(zip(("dataset", "task", "turn", "method"), key, strict=True)) | vars(written)
-                            done[key]["num_prompt_tokens"] = len(prompt)
+                            text = target.tokenizer.decode(written.token_ids, skip_special_tokens=True)
+                            done[key] |= {"num_prompt_tokens": len(prompt), "text": text}
+                            if len(task.turns) == 1:
+                                done[key] |= {"reference": task.reference, "tests": list(task.tests)}
                             file.write(json.dumps(done[key]) + "\n")
                             file.flush()
                         if on_record:

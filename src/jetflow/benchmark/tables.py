@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jetflow.benchmark.accuracy import final_answer, passes_tests, same_answer
 from jetflow.benchmark.runner import BASELINE, read_records
 
 # Settings that must be equal where several files are joined.
@@ -101,6 +102,26 @@ def figures_of(settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         generator = np.random.default_rng(0)
         samples = generator.integers(len(plain), size=(RESAMPLES, len(plain)))
         found += [_figures(dataset, name, rows[name], plain, samples) for name in settings["methods"]]
+    return found
+
+
+def accuracies(records: Sequence[Mapping[str, Any]], *, run_code: bool = False) -> dict[tuple[str, str], tuple[int, int]]:
+    """Counts right answers by benchmark and method: (right, answered), for texts with a reference or, if wanted, tests.
+
+    Args:
+        records: of all texts.
+        run_code: also run written programs against their tests, in processes of their own.
+    """
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for one in records:
+        if one.get("reference") is not None:
+            right = same_answer(final_answer(one["text"]), one["reference"])
+        elif run_code and one.get("tests"):
+            right = passes_tests(one["text"], one["tests"])
+        else:
+            continue
+        before, answered = found.get((one["dataset"], one["method"]), (0, 0))
+        found[one["dataset"], one["method"]] = (before + right, answered + 1)
     return found
 
 

@@ -39,6 +39,10 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--device", default="cpu")
     bench.add_argument("--out", help="JSONL file of the records; a run that was stopped there goes on")
     bench.add_argument("--plots", help="folder for the plots")
+    bench.add_argument("--accuracy", action="store_true", help="also count right answers, where the data has references")
+    bench.add_argument(
+        "--run-code", action="store_true", help="with --accuracy: run the programs that were written, with limits"
+    )
     bench.add_argument("--published", nargs="+", default=[], help="published figures to draw as lines, such as 'JetSpec 64'")
     bench.add_argument("--markdown", help="file for the table")
     bench.add_argument("--figures", help="JSON file for the figures")
@@ -50,7 +54,7 @@ def _bench(args: argparse.Namespace) -> int:
     from rich.markdown import Markdown
 
     from jetflow.benchmark.plots import draw, published
-    from jetflow.benchmark.tables import figures_of, markdown, read_results
+    from jetflow.benchmark.tables import accuracies, figures_of, markdown, read_results
 
     if args.sources is None:
         _measure(args)
@@ -59,6 +63,11 @@ def _bench(args: argparse.Namespace) -> int:
     figures = figures_of(settings, records)
     table = markdown(figures)
     Console().print(Markdown(table))
+    if args.run_code and not args.accuracy:
+        raise ValueError("--run-code belongs to --accuracy")
+    if args.accuracy:
+        for (dataset, method), (right, answered) in accuracies(records, run_code=args.run_code).items():
+            print(f"{dataset}, {method}: {right} of {answered} right")
     if args.markdown:
         Path(args.markdown).write_text(table + "\n")
     if args.figures:
