@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from jetflow import DraftContext, PromptLookupDrafter
+from jetflow.drafters.prompt_lookup import CONFIDENCE
 
 
 def propose(ids, budget, *, max_depth=99, **settings):
@@ -68,3 +69,21 @@ def test_rows_are_independent_and_padded():
 def test_settings_below_one_are_refused(name):
     with pytest.raises(ValueError, match=name):
         PromptLookupDrafter(**{name: 0})
+
+
+def test_scores_say_how_far_so_long_an_agreement_can_be_trusted():
+    # The pair (1, 2) occurred once before; each further token is trusted more.
+    tree = propose([1, 2, 5, 6, 7, 1, 2], 4)
+    assert tree.tokens.tolist() == [[2, 5, 6, 7]]
+    expected = torch.tensor(CONFIDENCE[1:4]).log().cumsum(0)
+    torch.testing.assert_close(tree.scores[0, 1:], expected)
+    # Two occurrences that differ share the trust of theirs.
+    tree = propose([1, 2, 5, 1, 2, 6, 1, 2], 3, max_depth=1)
+    assert abs(float(tree.scores[0, 1:].exp().sum()) - CONFIDENCE[1]) < 1e-6
+
+
+def test_unlikely_nodes_are_not_proposed():
+    ids = [3, 5, 0, 3, 6, 0, 3, 7, 0, 3, 8, 0, 3, 9, 0, 1, 3]
+    assert propose(ids, 20, max_depth=1, min_prob=0.05).max_nodes < propose(ids, 20, max_depth=1, min_prob=0.0).max_nodes
+    with pytest.raises(ValueError, match=r"min_prob must be in \[0, 1\), got 1.0"):
+        PromptLookupDrafter(min_prob=1.0)
