@@ -46,7 +46,8 @@ CELLS = [
     for rule in RULES
     for tree in TREES
     for temperature, options in SETTINGS
-    if rule != "block" or tree == "chain"
+    # Block verification is for chains; the match rule knows nothing of draws, so that two kinds of tree stand for all.
+    if (rule != "block" or tree == "chain") and (rule != "match" or tree in ("shape, pairs", "fixed"))
 ]
 # Bonferroni: one false alarm of the whole family in a hundred runs; seeds are fixed, so a pass stays a pass.
 MIN_P_VALUE = 0.01 / len(CELLS)
