@@ -140,6 +140,24 @@ def test_the_ops_tell_torch_compile_what_they_need():
 
 
 @interpreted
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_block_is_a_special_tree_behind_its_context(monkeypatch, causal):
+    """The head's attention by the tree kernel, for rows of different context lengths, one of them empty."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "block_size": 6, "mask_token_id": 60, "taps": (0, 1, 3), "causal": causal}
+    head = BlockDraftHead(DraftHeadConfig.for_target(make_model("qwen3").config, **sizes)).eval()
+    features, blocks, visible = torch.randn(3, 9, 96), torch.randn(3, 6, 32), torch.ones(6, 6, dtype=torch.bool)
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor, on=kernels: on)
+        cache = head.new_cache(3)
+        head.extend_context(cache, features, [9, 0, 4])
+        found.append(head.draft(blocks, cache, visible.tril() if causal else visible))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
+@interpreted
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_by_kernels_gives_the_text_of_the_plain_path(monkeypatch, paged):
     """As on a GPU: top tokens, walk and commit by kernels, over contiguous and paged memory."""

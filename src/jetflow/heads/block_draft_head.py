@@ -9,7 +9,8 @@ Dimension key: B batch, T block positions, Q queries, S context, k taps, Ht targ
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,12 +22,17 @@ from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
 from jetflow.heads.corrections import make_correction
 from jetflow.heads.rope import RotaryEmbedding, rotate
+from jetflow.kernels import dispatch
+from jetflow.kernels.ancestors import pack_bits
 from jetflow.kernels.masked_attention import masked_attention
+from jetflow.kernels.tree_attention import tree_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Rotation = tuple[Tensor, Tensor]
+# Attention of a block's queries [B, Hq, T, D] over the context and the block's own keys and values [B, Hk, T, D].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -64,13 +70,9 @@ class DraftAttention(nn.Module):
         values = self.v_proj(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return rotate(keys, rotation), values
 
-    def forward(
-        self, states: Tensor, context: tuple[Tensor, Tensor], rotation: Rotation, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        keys, values = self.project(states, rotation)
-        keys, values = torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
-        out = _attend(rotate(queries, rotation), keys, values, mask)
+        out = attend(rotate(queries, rotation), *self.project(states, rotation))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -165,10 +167,11 @@ class BlockDraftHead(nn.Module):
         """
         size = block_embeds.shape[1]
         rotation = self._rotary(self._positions(cache, size), block_embeds.dtype)
-        mask = self._decode_mask(cache, in_block_mask)
+        cache.reserve(size)
+        attend = self._decode_attention(cache, in_block_mask)
         states = block_embeds
         for index, layer in enumerate(self.layers):
-            states = layer(states, cache.layer(index), rotation, mask)
+            states = layer(states, rotation, partial(attend, index))
         return self.norm(states)
 
     def forward(
@@ -201,10 +204,11 @@ class BlockDraftHead(nn.Module):
         rotation = self._rotary(block_positions, block_embeds.dtype)
         states = block_embeds
         for layer, keys_values in zip(self.layers, context, strict=True):
+            attend = partial(_attend_behind, keys_values, mask)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                states = checkpoint(layer, states, keys_values, rotation, mask, use_reentrant=False)
+                states = checkpoint(layer, states, rotation, attend, use_reentrant=False)
             else:
-                states = layer(states, keys_values, rotation, mask)
+                states = layer(states, rotation, attend)
         states = self.norm(states)
         if self.correction is None or previous_embeds is None:
             return states
@@ -221,16 +225,38 @@ class BlockDraftHead(nn.Module):
         starts = torch.tensor(cache.lengths, device=device)
         return starts[:, None] + torch.arange(num_tokens, device=device)
 
+    def _decode_attention(self, cache: HeadCache, in_block_mask: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """Attention of a layer over its cached context and the block: a block is a special tree behind a prefix."""
+        if dispatch.runs_kernels(in_block_mask):
+            rows, size = len(cache.lengths), len(in_block_mask)
+            counts = torch.arange(rows + 1, dtype=torch.int32, device=in_block_mask.device)
+            packed = {
+                "bits": pack_bits(in_block_mask).repeat(rows, 1),
+                "row_starts": counts * size,
+                "prefix_lens": torch.tensor(cache.lengths, dtype=torch.int32, device=in_block_mask.device),
+                "depths": torch.arange(size, dtype=torch.int32, device=in_block_mask.device).repeat(rows),
+                "max_nodes": size,
+                "max_prefix": max(cache.lengths),
+            }
+
+            def by_kernel(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                nodes = queries.transpose(1, 2)
+                out, _ = tree_attention(nodes.flatten(0, 1).contiguous(), *cache.write_block(index, keys, values), **packed)
+                return out.view_as(nodes).transpose(1, 2)
+
+            return by_kernel
+        mask = self._decode_mask(cache, in_block_mask)
+        return lambda index, queries, keys, values: masked_attention(queries, *cache.write_block(index, keys, values), mask)
+
     def _decode_mask(self, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
-        """Returns bool [B, 1, T, longest context + T]."""
-        size, longest, rows = len(in_block_mask), max(cache.lengths), len(cache.lengths)
-        if cache.is_ragged:
-            lengths = torch.tensor(cache.lengths, device=in_block_mask.device)
-            context = torch.arange(longest, device=in_block_mask.device) < lengths[:, None]
-        else:
-            context = in_block_mask.new_ones(rows, longest)
-        context = context[:, None, None, :].expand(-1, -1, size, -1)
-        return torch.cat([context, in_block_mask.expand(rows, 1, -1, -1)], dim=-1)
+        """Returns bool [B, 1, T, longest context + T]; row b's block begins at its own length."""
+        size, longest, rows, device = len(in_block_mask), max(cache.lengths), len(cache.lengths), in_block_mask.device
+        if not cache.is_ragged:
+            context = in_block_mask.new_ones(size, longest)
+            return torch.cat([context, in_block_mask], dim=-1).expand(rows, 1, -1, -1)
+        places = torch.arange(longest + size, device=device) - torch.tensor(cache.lengths, device=device)[:, None]
+        block = in_block_mask[:, places.clamp(0, size - 1)].transpose(0, 1) & (places >= 0)[:, None] & (places < size)[:, None]
+        return (block | (places < 0)[:, None])[:, None]
 
     def _check_features(self, features: Tensor) -> None:
         if features.shape[-1] != self.fc.in_features:
@@ -240,8 +266,12 @@ class BlockDraftHead(nn.Module):
             )
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    if mask is None or isinstance(mask, Tensor):
+def _attend_behind(
+    context: tuple[Tensor, Tensor], mask: Tensor | BlockMask, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attention over a context's keys and values, then the blocks' own."""
+    keys, values = torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
+    if isinstance(mask, Tensor):
         return masked_attention(queries, keys, values, mask)
     return _flex_attention(queries.device.type)(queries, keys, values, block_mask=mask, enable_gqa=True)
 

@@ -1,4 +1,4 @@
-"""HeadCache: a draft head's keys and values of the committed context, projected once.
+"""HeadCache: a draft head's keys and values of the committed context, projected once; a block's own stand behind them.
 
 Dimension key: L draft layers, B batch, H key-value heads, T new tokens, D head dimension.
 """
@@ -45,19 +45,34 @@ class HeadCache:
 
     def append(self, keys_values: Tensor, num_tokens: list[int]) -> None:
         """Adds `num_tokens[b]` of the T new tokens in `keys_values` [L, 2, B, H, T, D] to each row."""
-        needed = max(length + new for length, new in zip(self.lengths, num_tokens, strict=True))
-        capacity = self._storage.shape[4]
+        self.reserve(max(length + new for length, new in zip(self.lengths, num_tokens, strict=True)) - max(self.lengths))
+        for row, (length, new) in enumerate(zip(self.lengths, num_tokens, strict=True)):
+            self._storage[:, :, row, :, length : length + new] = keys_values[:, :, row, :, :new]
+        self.lengths = [length + new for length, new in zip(self.lengths, num_tokens, strict=True)]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes sure that the longest row, and so each, has room for `num_tokens` more."""
+        needed, capacity = max(self.lengths) + num_tokens, self._storage.shape[4]
         if needed > capacity:
             shape = list(self._storage.shape)
             shape[4] = max(needed, 2 * capacity)
             grown = self._storage.new_zeros(shape)
             grown[..., :capacity, :] = self._storage
             self._storage = grown
-        for row, (length, new) in enumerate(zip(self.lengths, num_tokens, strict=True)):
-            self._storage[:, :, row, :, length : length + new] = keys_values[:, :, row, :, :new]
-        self.lengths = [length + new for length, new in zip(self.lengths, num_tokens, strict=True)]
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns views of one layer's keys and values [B, H, longest row, D]."""
-        longest = max(self.lengths)
-        return self._storage[index, 0, :, :, :longest], self._storage[index, 1, :, :, :longest]
+    def write_block(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes a block's keys and values [B, H, T, D] behind each row's context, which they are not added to.
+
+        There must be room, see `reserve`. Nothing is copied but the block.
+
+        Returns:
+            Views of one layer's keys and values [B, H, longest row + T, D]; row b's block begins at its own length.
+        """
+        layer, size = self._storage[index], keys.shape[2]
+        end = max(self.lengths) + size
+        if self.is_ragged:
+            for row, length in enumerate(self.lengths):
+                layer[0, row, :, length : length + size], layer[1, row, :, length : length + size] = keys[row], values[row]
+        else:
+            layer[0, :, :, end - size : end], layer[1, :, :, end - size : end] = keys, values
+        return layer[0, :, :, :end], layer[1, :, :, :end]

@@ -47,8 +47,3 @@ def unpack_bits(words: Tensor, num_nodes: int) -> Tensor:
     shifts = torch.arange(WORD, device=words.device)
     return ((words[..., None] >> shifts) & 1).bool().flatten(-2)[..., :num_nodes]
 
-
-def block_visibility(block_size: int, *, causal: bool, device: torch.device | str = "cpu") -> Tensor:
-    """A draft block as a special tree, int64 [T, W]: a chain when `causal`, else everybody sees everybody."""
-    everything = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
-    return pack_bits(everything.tril() if causal else everything)
