@@ -12,7 +12,7 @@ from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.targets import Target
 from jetflow.training.answering import TargetAnswerer, answer_prompts
 from jetflow.training.data import Conversation, prompt_ids, read_examples
-from jetflow.training.regenerate import RegenerationSettings, regenerate, target_fingerprint
+from jetflow.training.regenerate import Job, RegenerationSettings, regenerate, target_fingerprint
 
 PAIR = Path(__file__).parents[2] / "models" / "tiny"
 NEW = 24
@@ -134,6 +134,29 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path):
     lengths = sorted(len(prompt_ids(target.tokenizer, one.messages)) for one in conversations())
     report = run(target, tmp_path / "a.jsonl", max_prompt_tokens=lengths[3])
     assert report == (4, 0, 3)
+
+
+def test_a_run_that_is_stopped_early_is_a_fair_sample():
+    """Sorted by length within pools only: the first answers are not all short."""
+    order = []
+
+    class Recorder(TargetAnswerer):
+        def __init__(self):
+            self._limit, self._batch_size = 10_000, 2
+
+        def _ask(self, messages):
+            return [0] * len(messages[-1]["content"])
+
+        def _batch(self, jobs):
+            order.append([len(job.conversation.messages[-1]["content"]) for job in jobs])
+            return iter(())
+
+    many = [Conversation(f"c{i}", [{"role": "user", "content": "x" * (1 + i)}], f"line {i}") for i in range(320)]
+    list(Recorder()([Job(one, 0) for one in many]))
+    assert sorted(length for batch in order for length in batch) == list(range(1, 321))
+    pool = [length for batch in order[:16] for length in batch]
+    assert pool == sorted(pool)
+    assert 100 < sum(pool) / len(pool) < 220
 
 
 def test_other_settings_or_another_target_are_refused(target, tmp_path):

@@ -46,4 +46,3 @@ def unpack_bits(words: Tensor, num_nodes: int) -> Tensor:
     """Returns bool [..., N] from int64 [..., W]."""
     shifts = torch.arange(WORD, device=words.device)
     return ((words[..., None] >> shifts) & 1).bool().flatten(-2)[..., :num_nodes]
-

@@ -19,6 +19,9 @@ from jetflow.training.regenerate import Answered, Job, RegenerationSettings
 from jetflow.trees.token_tree import TokenTree
 from jetflow.verifiers import TreeVerifier
 
+# Batches whose jobs are sorted by length together.
+POOL_BATCHES = 16
+
 
 class TargetAnswerer:
     """Answers in process: batches of like length through the target, plain decoding, finished rows dropped as they end.
@@ -47,20 +50,26 @@ class TargetAnswerer:
         self._acceptor = SamplingAcceptor(settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
 
     def __call__(self, jobs: list[Job]) -> Iterator[tuple[Job, Answered]]:
-        """Yields each job with its answered conversation, those with short prompts first."""
+        """Yields each job with its answered conversation, in an order that mixes them.
+
+        Batches are of like length, but within pools of jobs drawn from all of them: what a run has written when it is
+        stopped early is a fair sample, and not the shortest prompts.
+        """
         asked = [(self._ask(user_turns(job.conversation.messages)[0]), job) for job in jobs]
-        asked = sorted((pair for pair in asked if len(pair[0]) <= self._limit), key=lambda pair: len(pair[0]))
-        for start in range(0, len(asked), self._batch_size):
-            yield from self._batch([job for _, job in asked[start : start + self._batch_size]])
+        mixed = sorted((pair for pair in asked if len(pair[0]) <= self._limit), key=lambda pair: _mixing_key(pair[1]))
+        size = self._batch_size
+        for start in range(0, len(mixed), POOL_BATCHES * size):
+            pool = sorted(mixed[start : start + POOL_BATCHES * size], key=lambda pair: len(pair[0]))
+            for first in range(0, len(pool), size):
+                yield from self._batch([job for _, job in pool[first : first + size]])
 
     def _ask(self, messages: Sequence[Message]) -> list[int]:
         return prompt_ids(self._target.tokenizer, messages, self._settings.template_args)
 
     def _batch(self, jobs: list[Job]) -> Iterator[tuple[Job, Answered]]:
         """Answers one turn of every conversation after the other."""
-        first = jobs[0]
         # A seed of the batch's own, so that a continued run does not repeat the draws of its first batch.
-        seed = self._settings.seed + zlib.crc32(f"{first.conversation.id}/{first.sample}".encode())
+        seed = self._settings.seed + _mixing_key(jobs[0])
         generator = torch.Generator(device=self._target.device).manual_seed(seed)
         turns = [user_turns(job.conversation.messages) for job in jobs]
         told: list[list[Message]] = [[] for _ in jobs]
@@ -96,6 +105,10 @@ class TargetAnswerer:
                 # A template that rewrites earlier turns: only what the target wrote last is certain.
                 spans = []
         return Answered(messages, [*asked, *ids], [*spans, (len(asked), len(asked) + len(ids))], reasons)
+
+
+def _mixing_key(job: Job) -> int:
+    return zlib.crc32(f"{job.conversation.id}/{job.sample}".encode())
 
 
 @torch.no_grad()
