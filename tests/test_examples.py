@@ -23,6 +23,13 @@ def test_custom_scoring_changes_no_text():
     assert "all texts equal: True" in run("examples/custom_scoring.py")
 
 
+def test_the_recorded_round_is_the_one_in_the_docs(tmp_path):
+    run("examples/record_round.py", str(tmp_path / "round.json"))
+    made, shown = (json.loads(path.read_text()) for path in (tmp_path / "round.json", ROOT / "docs" / "assets" / "round.json"))
+    assert (made["before"], made["accepted"], made["bonus"]) == (shown["before"], shown["accepted"], shown["bonus"])
+    assert [node["text"] for node in made["nodes"][:16]] == [node["text"] for node in shown["nodes"][:16]]
+
+
 def test_readme_shows_the_quickstart():
     code = (ROOT / "examples" / "quickstart.py").read_text().split("[start:compose]\n")[1].split("prompt = ")[0]
     assert code.strip() in (ROOT / "README.md").read_text()
