@@ -259,6 +259,17 @@ def test_logits_without_a_law_are_marked(rule):
     assert bonus[1:] == [-1, -1]
 
 
+def test_a_law_that_is_missing_on_the_way_is_marked_too():
+    tree = TokenTree.from_parents([[0, 1, 2]], [[-1, 0, 1]])
+    logits = torch.full((1, 3, 4), -torch.inf)
+    logits[0, 0, 1] = 0.0
+    logits[0, 1] = torch.nan
+    logits[0, 2, 3] = 0.0
+    laws = DraftLaws(torch.tensor([[[1], [2], [0]]]), torch.tensor([[[1.0], [1.0], [0.0]]]))
+    for rule in (RecursiveRejection(), TraversalVerification()):
+        assert rule(replace(tree, laws=laws), logits, generator=torch.Generator().manual_seed(0)).bonus.tolist() == [-1]
+
+
 def test_block_verification_takes_chains_only():
     toy = make_toy(0)
     with pytest.raises(ValueError, match="tree must be a chain of drawn tokens, but node 2 is not"):

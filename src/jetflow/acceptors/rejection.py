@@ -54,6 +54,7 @@ class RecursiveRejection:
         every = torch.arange(tree.batch_size, device=logits.device)
         node, bonus = torch.zeros_like(every), torch.full_like(every, -1)
         path, moving = [node], torch.ones_like(every, dtype=torch.bool)
+        usable = moving.clone()
         while True:
             rows = every[moving]
             here = logits[rows, node[rows]]
@@ -65,8 +66,8 @@ class RecursiveRejection:
             candidates[rows] = accepted
             following = torch.where(candidates < 0, drawn.fixed_child(node, chosen), candidates)
             stopping = moving & (following < 0)
-            usable = torch.zeros_like(moving)
-            usable[rows] = has_law(here)
+            # A law that is missing anywhere on the path spoils the row.
+            usable[rows] &= has_law(here)
             bonus = torch.where(stopping & usable, chosen, bonus)
             moving = moving & (following >= 0)
             if not bool(moving.any()):
