@@ -88,6 +88,18 @@ def test_sampling_is_repeatable(pair, capsys):
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_rules_with_drawn_trees_are_repeatable(pair, capsys, rule):
+    arguments = ["generate", *target_of(pair), "--head", str(pair / "head"), "--prompt", "ab ab", "--json", "--rule", rule]
+    outputs = []
+    for seed in ("3", "3", "4"):
+        assert main([*arguments, "--temperature", "1.0", "--seed", seed]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert main(arguments) == 2
+    assert f"--rule {rule} draws trees from a head" in capsys.readouterr().err
+
+
 def test_inspect_draws_the_tree_of_a_round(pair, capsys):
     arguments = ["inspect", *target_of(pair), "--head", str(pair / "head"), "--prompt", "ab", "--budget", "6"]
     assert main([*arguments, "--round", "1"]) == 0

@@ -32,6 +32,10 @@ def add_decode_commands(commands: Any) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int)
     generate.add_argument("--top-p", type=float)
+    generate.add_argument(
+        "--rule", choices=["match", "recursive", "traversal"], default="match",
+        help="how children are accepted at a temperature above 0; all but match draw the tree's children from the head's law",
+    )  # fmt: skip
     generate.add_argument("--seed", type=int)
     generate.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
     generate.set_defaults(run=_generate)
@@ -67,11 +71,16 @@ def _demo(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
-    from jetflow.acceptors import SamplingAcceptor
+    from jetflow.acceptors import RecursiveRejection, SamplingAcceptor, TraversalVerification
 
     if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
         raise ValueError("--top-k and --top-p choose what is drawn from; give a --temperature above 0 with them")
-    acceptor = SamplingAcceptor(args.temperature, top_k=args.top_k, top_p=args.top_p)
+    if args.rule != "match" and (args.temperature == 0 or args.head is None or args.expander != "best-first"):
+        raise ValueError(
+            f"--rule {args.rule} draws trees from a head: it needs --head, a --temperature above 0 and no --expander"
+        )
+    rules: dict[str, Any] = {"match": SamplingAcceptor, "recursive": RecursiveRejection, "traversal": TraversalVerification}
+    acceptor = rules[args.rule](args.temperature, top_k=args.top_k, top_p=args.top_p)
     target = _load_target(args)
     decoder = _decoder(args, target, acceptor)
     for prompt in _prompts(args, target):
@@ -152,6 +161,9 @@ def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
     from jetflow.drafters.parallel import ParallelDrafter
     from jetflow.drafters.prompt_lookup import PromptLookupDrafter
     from jetflow.heads.checkpoint import load_frequent_tokens, load_head
+    from jetflow.scoring.acceptance_table import AcceptanceTable
+    from jetflow.trees.expanders import BestFirst
+    from jetflow.trees.sampling import ChildSampling
 
     if args.head is None:
         if args.expander != "best-first" or args.width is not None or args.frequent_tokens is not None:
@@ -159,7 +171,11 @@ def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
         return PromptLookupDrafter()
     head = load_head(args.head, dtype=target.dtype, device=args.device)
     vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(args.head, args.frequent_tokens)
-    return ParallelDrafter(head, target, _expander(args), vocabulary=vocabulary)
+    if getattr(args, "rule", "match") == "match":
+        return ParallelDrafter(head, target, _expander(args), vocabulary=vocabulary)
+    # The draft's law at the target's temperature, slots chosen without a look at what was drawn into them.
+    sampling = ChildSampling(args.temperature)
+    return ParallelDrafter(head, target, BestFirst(AcceptanceTable()), vocabulary=vocabulary, sampling=sampling)
 
 
 def _expander(args: argparse.Namespace) -> TreeExpander:
