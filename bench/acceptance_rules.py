@@ -18,6 +18,7 @@ from jetflow import (
     BlockVerification,
     Chain,
     ChildSampling,
+    GreedyAcceptor,
     MarginalSource,
     PairwiseSource,
     RecursiveRejection,
@@ -26,7 +27,7 @@ from jetflow import (
 )
 
 VOCAB, LEVELS, ROOT = 32, 8, 0
-TEMPERATURES, NOISES = (0.3, 0.6, 1.0), (0.5, 1.0, 2.0)
+TEMPERATURES, NOISES = (0.0, 0.3, 0.6, 1.0), (0.5, 1.0, 2.0)
 
 
 class Language:
@@ -80,11 +81,12 @@ def trees(language: Language, source, budget: int, seed: int) -> dict:
 
 
 def rules(temperature: float) -> dict:
-    """Name: kind of tree, rule."""
+    """Name: kind of tree, rule. At temperature 0 the rules with a draft law run as near to it as they can."""
+    greedy, temperature = temperature == 0, max(temperature, 1e-3)
     return {
         "chain, token by token": ("chain", RecursiveRejection(temperature)),
         "chain, block": ("chain", BlockVerification(temperature)),
-        "best-first, match": ("best", SamplingAcceptor(temperature)),
+        "best-first, match": ("best", GreedyAcceptor() if greedy else SamplingAcceptor(temperature)),
         "drawn, with replacement": ("drawn", RecursiveRejection(temperature, replacement=True)),
         "drawn, without replacement": ("drawn", RecursiveRejection(temperature)),
         "drawn, one fixed": ("one fixed", RecursiveRejection(temperature)),
@@ -101,12 +103,13 @@ def measure(*, rounds: int, budget: int, seeds: int) -> list[dict]:
                 taus: dict[str, list[float]] = {}
                 for seed in range(seeds):
                     language = Language(noise, rounds, seed)
-                    built = trees(language, language.source(temperature, conditional), budget, seed)
+                    # A greedy target says nothing of the draft's temperature.
+                    built = trees(language, language.source(temperature or 1.0, conditional), budget, seed)
                     for name, (kind, rule) in rules(temperature).items():
                         generator = torch.Generator().manual_seed(seed)
                         accepted = rule(built[kind], language.logits_of(built[kind]), generator=generator).num_accepted
                         taus.setdefault(name, []).append(1 + float(accepted.double().mean()))
-                law = (Language(noise, rounds, 0).target / temperature).softmax(-1)
+                law = (Language(noise, rounds, 0).target / max(temperature, 1e-3)).softmax(-1)
                 sharpness = round(float(law.amax(-1).mean()), 3)
                 means = {name: sum(values) / len(values) for name, values in taus.items()}
                 setting = {"conditional": conditional, "temperature": temperature, "noise": noise, "sharpness": sharpness}

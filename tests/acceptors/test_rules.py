@@ -85,6 +85,15 @@ def test_rules_rank_as_theory_says(tree):
     assert lengths["traversal"] > lengths["recursive"] > lengths["replacement"] - 0.02
 
 
+def test_greedy_best_first_comes_first_at_temperature_zero():
+    toy, fixed = trees_of("fixed")
+    greedy = tau(GreedyAcceptor()(fixed, toy.logits_of(fixed)))
+    for tree in ("shape, pairs", "table"):
+        toy, drawn = trees_of(tree)
+        for rule in (RecursiveRejection(1e-3), TraversalVerification(1e-3)):
+            assert greedy > tau(rule(drawn, toy.logits_of(drawn), generator=torch.Generator().manual_seed(0)))
+
+
 def test_blocks_beat_token_by_token_and_are_traversal_on_chains():
     lengths = {rule: tau(cell(rule, "chain")[2]) for rule in ("block", "recursive", "traversal")}
     assert lengths["block"] == lengths["traversal"] > lengths["recursive"]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from jetflow import AcceptanceTable, BestFirst, ChildSampling, FixedShape, MarginalSource
-from jetflow.protocols import Candidates
+from jetflow import AcceptanceTable, BestFirst, ChildSampling, FixedShape, MarginalSource, TokenTree
+from jetflow.protocols import Acceptance, Candidates
 from jetflow.scoring.acceptance_table import ENTROPY_EDGES
 
 
@@ -40,6 +40,21 @@ def test_fit_counts_which_child_was_accepted():
     assert abs(float(shares[row, 0]) - 0.7) < 0.02
     assert abs(float(shares[row, 1]) - 0.2) < 0.02
     assert float(shares[int(torch.searchsorted(torch.tensor(ENTROPY_EDGES), 2.5)), 0]) < 0.02
+
+
+def test_rounds_are_observed():
+    logits = torch.tensor([[[0.0, 0.0, -30.0], [3.0, 0.0, 0.0]]])
+    source = MarginalSource.from_logits(logits, 3)
+    generator = torch.Generator().manual_seed(0)
+    tree = ChildSampling().build(FixedShape([-1, 0, 0, 2], [0, 0, 1, 0]), torch.tensor([2]), source, 4, generator)
+    acceptance = Acceptance(torch.tensor([[0, 2, 3]]), torch.tensor([2]), torch.tensor([0]))
+    (first, second), (third, fourth) = AcceptanceTable.observe(tree, acceptance)
+    assert (round(first, 3), second) == (0.693, 1)
+    assert (third < 0.5, fourth) == (True, 0)
+    stopped = Acceptance(torch.tensor([[0]]), torch.tensor([0]), torch.tensor([0]))
+    assert AcceptanceTable.observe(tree, stopped)[0][1] is None
+    with pytest.raises(ValueError, match="tree must be one of drawn children"):
+        AcceptanceTable.observe(TokenTree.root_only(torch.tensor([2])), stopped)
 
 
 def test_drawn_trees_go_deeper_where_laws_are_sharp():

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from jetflow.protocols import Candidates
+from jetflow.protocols import Acceptance, Candidates
 from jetflow.scoring.functions import law_entropy
+from jetflow.trees.token_tree import TokenTree
 
 # Upper ends of the bins of entropy, in nats.
 ENTROPY_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -61,6 +62,28 @@ class AcceptanceTable:
             if rank is not None and rank < num_ranks:
                 counts[row, rank] += 1
         return cls(counts / totals[:, None], edges)
+
+    @staticmethod
+    def observe(tree: TokenTree, acceptance: Acceptance) -> list[tuple[float, int | None]]:
+        """Returns what one round says, for `fit`: the entropy and the accepted rank of every node that was passed through.
+
+        Args:
+            tree: one tree of drawn children, such as `Round.tree`.
+            acceptance: the path that the target took.
+
+        Raises:
+            ValueError: the tree's children were not drawn.
+        """
+        if tree.laws is None:
+            raise ValueError("tree must be one of drawn children, whose laws are recorded")
+        path = acceptance.path[0, : int(acceptance.num_accepted[0]) + 1].tolist()
+        found: list[tuple[float, int | None]] = []
+        for node, child in zip(path, [*path[1:], None], strict=True):
+            probs, tokens = tree.laws.probs[0, node], tree.laws.tokens[0, node].tolist()
+            if bool(probs.sum() > 0):
+                rank = None if child is None else tokens.index(int(tree.tokens[0, child]))
+                found.append((float(torch.special.entr(probs).sum()), rank))
+        return found
 
     def __call__(self, candidates: Candidates) -> Tensor:
         """Returns priorities float32 [B, F, K]."""
