@@ -276,6 +276,9 @@ def test_a_head_with_a_correction_is_trained_published_and_trained_on(tmp_path, 
     more = text.replace("correction = 'gated'", f"start_from = '{tmp_path / 'run' / 'head'}'\ncorrection = 'recurrent'")
     assert main(["train", str(write_recipe(tmp_path, answers, more)), "--out", str(tmp_path / "more")]) == 0
     assert load_head(tmp_path / "more" / "head").config.correction == "recurrent"
+    card = (tmp_path / "more" / "head" / "README.md").read_text()
+    assert "A recurrent correction of rank 8 lies in `correction/`" in card
+    assert "They began with the head `run/head`." in card
 
 
 def test_muon_needs_whole_matrices(tmp_path, answers, capsys):

@@ -119,17 +119,23 @@ def _card(facts: RunFacts, result: Mapping[str, Any]) -> str:
     data = "\n".join(f"- `{name}`: sha256 `{digest[:16]}...`" for name, digest in facts.data.items())
     kind = "causal" if facts.head.causal else "bidirectional"
     size, head = f"{facts.num_parameters / 1e6:.1f} million parameters", facts.head
+    start = facts.recipe.get("head", {}).get("start_from")
+    begun = f" They began with the head `{'/'.join(Path(start).parts[-2:])}`." if start else ""
+    correction = ""
+    if head.correction is not None:
+        kind_and_rank = f"{head.correction} correction of rank {head.correction_rank}"
+        correction = f"\nA {kind_and_rank} lies in `correction/`; other loaders find the plain head."
     tokens, hours = f"{facts.num_tokens / 1e6:.2f} million tokens", f"{facts.seconds / 3600:.1f} hours"
     return f"""# A JetFlow draft head for {facts.target}
 
 {size}, {head.num_layers} layers, block size {head.block_size}, {kind} in the block, weights in bfloat16.
-It holds nothing of the target and works with its very weights only (fingerprint `{facts.fingerprint}`).
+It holds nothing of the target and works with its very weights only (fingerprint `{facts.fingerprint}`).{correction}
 
 ```
 {facts.command}
 ```
 
-{facts.num_steps} steps over {tokens} in {hours}, evaluations not included.
+{facts.num_steps} steps over {tokens} in {hours}, evaluations not included.{begun}
 All settings are in `result.json`.
 
 | budget | tau, greedy, held-out prompts |
