@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    sizes = {"slots": 4096, "vocab": 151_936, "width": 1024, "frequent": 8192, "random": 2048, "passes": 3}
+    sizes = {"slots": 2048, "vocab": 151_936, "width": 1024, "frequent": 8192, "random": 2048, "passes": 3}
     if args.smoke:
         sizes = {"slots": 512, "vocab": 2000, "width": 64, "frequent": 200, "random": 100, "passes": 2}
     table = Table(
