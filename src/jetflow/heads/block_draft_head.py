@@ -230,7 +230,7 @@ class BlockDraftHead(nn.Module):
         if dispatch.runs_kernels(in_block_mask):
             rows, size = len(cache.lengths), len(in_block_mask)
             counts = torch.arange(rows + 1, dtype=torch.int32, device=in_block_mask.device)
-            packed = {
+            packed: dict[str, Any] = {
                 "bits": pack_bits(in_block_mask).repeat(rows, 1),
                 "row_starts": counts * size,
                 "prefix_lens": torch.tensor(cache.lengths, dtype=torch.int32, device=in_block_mask.device),
