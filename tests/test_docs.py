@@ -28,7 +28,7 @@ def test_snippets_exist():
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
-    assert set(re.findall(r"[\w/]+\.md", navigation)) == {str(page.relative_to(ROOT / "docs")) for page in PAGES}
+    assert set(re.findall(r"[\w/-]+\.md", navigation)) == {str(page.relative_to(ROOT / "docs")) for page in PAGES}
 
 
 def test_links_of_the_readme_lead_somewhere():
