@@ -29,7 +29,13 @@ from jetflow.processing import CountPenalty, PathProcessors
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 NUM_CONFIGS = 200
-REFUSED = {"num_beams", "guidance_scale", "prompt_lookup_num_tokens"}
+REFUSED = {
+    "num_beams",
+    "guidance_scale",
+    "prompt_lookup_num_tokens",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+}
 
 
 class TreeDrafter:
@@ -112,7 +118,15 @@ def test_random_configs_give_the_ids_of_transformers_or_an_error(part):
 def test_what_trees_cannot_do_is_named():
     target = Target(make_model("qwen3"))
     decoder = SpeculativeDecoder(target, TreeDrafter([], 0, perfect=True))
-    for setting in ({"num_beams": 4}, {"guidance_scale": 1.5}, {"penalty_alpha": 0.6}, {"prompt_lookup_num_tokens": 3}):
+    # The first two count the prompt of decoder-only models as the encoder's input.
+    encoder = ({"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2})
+    for setting in (
+        *encoder,
+        {"num_beams": 4},
+        {"guidance_scale": 1.5},
+        {"penalty_alpha": 0.6},
+        {"prompt_lookup_num_tokens": 3},
+    ):
         name = next(iter(setting))
         with pytest.raises(ValueError, match=f"generation_config.{name}=.* has no meaning for tree decoding"):
             decoder.generate(PROMPT, generation_config=GenerationConfig(max_new_tokens=4, **setting))

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     "use_cache", "early_stopping", "length_penalty", "output_attentions", "output_hidden_states", "transformers_version",
     "decoder_start_token_id", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "disable_compile", "cache_implementation",
+    "disable_compile", "cache_implementation",
 }  # fmt: skip
 # Values of other settings that switch them off.
 OFF = (None, False, 1, 0, 1.0, 0.0)
@@ -90,8 +90,8 @@ def options_of(config: GenerationConfig, target: Target, num_prompt_tokens: int)
     processors = model._get_logits_processor(merged, input_ids_seq_length=num_prompt_tokens, device=target.device)
     return GenerationOptions(
         max_new_tokens=max_new_tokens,
-        eos_token_ids=_ids(merged.eos_token_id),
-        stop_strings=_strings(merged.stop_strings),
+        eos_token_ids=ids_of(merged.eos_token_id),
+        stop_strings=strings_of(merged.stop_strings),
         do_sample=bool(merged.do_sample),
         processors=tuple(processors),
     )
@@ -116,15 +116,17 @@ def stop_string_rule(target: Target, strings: Sequence[str]) -> Callable[[Sequen
     return ends
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def ids_of(value: Any) -> tuple[int, ...]:
+    """Token ids given as an id, a collection, a tensor or None."""
     if value is None:
         return ()
     if isinstance(value, torch.Tensor):
-        value = value.tolist()
+        value = value.flatten().tolist()
     return (int(value),) if not isinstance(value, Collection) else tuple(int(one) for one in value)
 
 
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+def strings_of(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Strings given as one, a sequence or None."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)

@@ -34,14 +34,15 @@ class PathProcessors:
     Args:
         processors: called in this order.
         vocab_size: V.
+        device: where they will be called.
 
     Raises:
         ValueError: a processor keeps state between calls, so that its answer depends on how often it was asked.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], vocab_size: int):
+    def __init__(self, processors: Sequence[LogitsProcessor], vocab_size: int, device: torch.device | str = "cpu"):
         for one in processors:
-            _refuse_state(one, vocab_size)
+            _refuse_state(one, vocab_size, device)
         self._processors, self._vocab_size = list(processors), vocab_size
         self._forbidding = [one for one in processors if type(one).__name__ in FORBIDDING]
 
@@ -121,12 +122,10 @@ class CountPenalty:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-def _refuse_state(processor: Any, vocab_size: int) -> None:
-    """Asks twice; what a processor prepares once is no state, what goes on changing is."""
-    token_ids = torch.zeros(1, 2, dtype=torch.int64)
-    device = next((value.device for value in getattr(processor, "__dict__", {}).values() if isinstance(value, Tensor)), None)
-    token_ids = token_ids.to(device or "cpu")
-    scores = torch.zeros(1, vocab_size, device=token_ids.device)
+def _refuse_state(processor: Any, vocab_size: int, device: torch.device | str) -> None:
+    """Asks three times; what a processor prepares once is no state, what goes on changing is."""
+    token_ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    scores = torch.zeros(1, vocab_size, device=device)
     answers, states = [], []
     for _ in range(3):
         answers.append(processor(token_ids, scores.clone()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
-from jetflow.generation import options_of, stop_string_rule
+from jetflow.generation import ids_of, options_of, stop_string_rule, strings_of
 from jetflow.processing import LogitsProcessor, PathProcessors
 from jetflow.protocols import Acceptor
 from jetflow.stopping import FinishReason, keep_until_stop
@@ -74,17 +74,16 @@ class Request:
         self.num_prompt_tokens = len(prompt_ids)
         self.token_ids = list(prompt_ids)
         self.num_likeliest = settings.log_probs
-        processors, strings = tuple(settings.logits_processors), settings.stop_strings
+        processors, strings = tuple(settings.logits_processors), strings_of(settings.stop_strings)
         max_new_tokens = settings.max_new_tokens or DEFAULT_NEW_TOKENS
-        self._eos = _eos_ids(settings.eos_token_id, target)
+        self._eos = target.eos_token_ids if settings.eos_token_id is None else ids_of(settings.eos_token_id)
         do_sample = None
         if settings.generation_config is not None:
             options = options_of(settings.generation_config, target, len(prompt_ids))
             processors, strings, self._eos = options.processors, options.stop_strings, options.eos_token_ids
             max_new_tokens, do_sample = options.max_new_tokens, options.do_sample
         self.acceptor = _acceptor(acceptor, do_sample)
-        self._processors = PathProcessors(processors, target.vocab_size) if processors else None
-        strings = [strings] if isinstance(strings, str) else list(strings)
+        self._processors = PathProcessors(processors, target.vocab_size, target.device) if processors else None
         self._ends = stop_string_rule(target, strings) if strings else None
         self._allowance = min(max_new_tokens, target.max_positions - len(prompt_ids))
 
@@ -157,11 +156,3 @@ def _acceptor(given: Acceptor | None, do_sample: bool | None) -> Acceptor:
             f"{getattr(given, 'temperature', None)}"
         )
     return given
-
-
-def _eos_ids(eos_token_id: Any, target: Target) -> tuple[int, ...]:
-    if eos_token_id is None:
-        return target.eos_token_ids
-    if isinstance(eos_token_id, Tensor):
-        eos_token_id = eos_token_id.flatten().tolist()
-    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(one) for one in eos_token_id)

@@ -153,9 +153,8 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
         vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
         head = load_head(args.head, dtype=target.dtype, device=args.device)
         drafters["head"] = ParallelDrafter(head, target, vocabulary=vocabulary)
-        drafters["merged"] = MergedDrafter(
-            [ParallelDrafter(head, target, vocabulary=vocabulary), PromptLookupDrafter()], [0.7, 0.3]
-        )
+        # Methods take turns, and a drafter forgets at the start of each text, so that one serves both.
+        drafters["merged"] = MergedDrafter([drafters["head"], PromptLookupDrafter()], [0.7, 0.3])
     drafters["lookup"] = PromptLookupDrafter()
     small = None
     if {"draft", "hf-assisted"} & set(args.methods):
