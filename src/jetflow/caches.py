@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from jetflow.kernels import dispatch
-from jetflow.kernels.commit import commit_path
+from jetflow.kernels.commit import commit_rows
 
 MIN_CAPACITY = 256
 
@@ -138,7 +137,7 @@ class TreeCache(Cache):
 
     def keep_rows(self, rows: list[int]) -> None:
         """Drops all rows but the given ones, which then stand in the given order."""
-        self._storage = self._storage[:, :, torch.tensor(rows, device=self._storage.device)]
+        self._storage = self._storage.index_select(2, torch.tensor(rows, device=self._storage.device))
         self.lengths = [self.lengths[row] for row in rows]
 
     def advance(self, num_tokens: list[int]) -> None:
@@ -150,14 +149,6 @@ class TreeCache(Cache):
 
         It gathers by node index; cropping to the first slots would keep rejected siblings.
         """
-        if dispatch.runs_kernels(self._storage):
-            starts, counts = (torch.tensor(one, dtype=torch.int32, device=path.device) for one in (self.lengths, num_tokens))
-            commit_path(self._storage.flatten(0, 1), path, starts, counts)
-            self.advance(num_tokens)
-            return
-        for row, (length, kept) in enumerate(zip(self.lengths, num_tokens, strict=True)):
-            nodes = path[row, :kept]
-            if nodes.tolist() != list(range(kept)):
-                slots = self._storage[:, :, row].index_select(3, nodes.to(self._storage.device) + length)
-                self._storage[:, :, row, :, length : length + kept] = slots
+        # A view, so that the commit is in place.
+        commit_rows(self._storage.view(-1, *self._storage.shape[2:]), path, self.lengths, num_tokens)
         self.advance(num_tokens)

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetflow.caches import TreeCacheLayer
-from jetflow.kernels import dispatch
-from jetflow.kernels.commit import commit_path, commit_path_reference
+from jetflow.kernels.commit import commit_rows
 
 
 class PagePool:
@@ -168,9 +167,7 @@ class PagedTreeCache(Cache):
     def commit(self, path: Tensor, num_tokens: list[int]) -> None:
         """Commits the first `num_tokens[b]` nodes of `path` [B, P]: moves them behind the prefix of their row."""
         memory = self._pool.memory
-        starts, counts = (torch.tensor(one, dtype=torch.int32, device=memory.device) for one in (self.lengths, num_tokens))
-        commit = commit_path if dispatch.runs_kernels(memory) else commit_path_reference
-        commit(memory.flatten(0, 1), path.to(memory.device), starts, counts, block_table=self.block_table)
+        commit_rows(memory.view(-1, *memory.shape[2:]), path, self.lengths, num_tokens, self.block_table)
         self.advance(num_tokens)
 
     def keep_rows(self, rows: list[int]) -> None:

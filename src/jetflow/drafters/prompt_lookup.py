@@ -11,8 +11,8 @@ import numpy as np
 from jetflow.protocols import DraftContext
 from jetflow.trees.token_tree import TokenTree
 
-# How often the next token is that of an earlier occurrence, by how many tokens agree before it: measured on 150 answers of
-# SmolLM2-135M-Instruct to questions, sums, tasks in Python and chats. Longer agreements count as the last.
+# How often the next token is that of an earlier occurrence, by how many tokens agree before it: chosen by a count over 150
+# answers of SmolLM2-135M-Instruct (questions, sums, Python tasks, chats), rounded by eye. Longer agreements count as the last.
 CONFIDENCE = (0.26, 0.53, 0.63, 0.73, 0.79, 0.83, 0.86, 0.88, 0.9)
 
 

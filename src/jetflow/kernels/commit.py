@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetflow.kernels import dispatch
+
 
 def commit_path(memory: Tensor, path: Tensor, starts: Tensor, counts: Tensor, *, block_table: Tensor | None = None) -> None:
     """Moves slot `starts[b] + path[b, i]` of every row to slot `starts[b] + i`, for the first `counts[b]` nodes.
@@ -34,13 +36,26 @@ def commit_path(memory: Tensor, path: Tensor, starts: Tensor, counts: Tensor, *,
     commit_path_op(memory, path, starts, counts, block_table)
 
 
+def commit_rows(
+    memory: Tensor, path: Tensor, lengths: list[int], num_tokens: list[int], block_table: Tensor | None = None
+) -> None:
+    """What both caches call: `commit_path` or its twin, for rows of `lengths` committed tokens that keep `num_tokens` nodes."""
+    starts, counts = (torch.tensor(one, dtype=torch.int32, device=memory.device) for one in (lengths, num_tokens))
+    commit = commit_path if dispatch.runs_kernels(memory) else commit_path_reference
+    commit(memory, path.to(memory.device), starts, counts, block_table=block_table)
+
+
 def commit_path_reference(
     memory: Tensor, path: Tensor, starts: Tensor, counts: Tensor, *, block_table: Tensor | None = None
 ) -> None:
     """`commit_path` in plain PyTorch, row by row; reads all before it writes."""
     _check(memory, path, starts, counts, block_table)
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-        source = path[row, :count] + start
+        nodes = path[row, :count]
+        if nodes.tolist() == list(range(count)):
+            # A path of the first nodes lies where it belongs.
+            continue
+        source = nodes + start
         target = torch.arange(start, start + count, device=memory.device)
         if block_table is None:
             memory[:, row, :, target] = memory[:, row, :, source]
