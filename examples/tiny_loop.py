@@ -19,21 +19,31 @@ CARD = Path(__file__).with_name("tiny_card.md")
 Row = tuple[list[int], int]  # token ids of prompt and answer, and how many of them are the prompt
 
 
-def batches(rows: list[Row], size: int, seed: int) -> Iterator[Batch]:
-    """Endless shuffled batches of rows (token ids, prompt length); rows of like length go together, padded last."""
+def orders(rows: list[Row], size: int, seed: int) -> Iterator[list[int]]:
+    """Endless shuffled batches of indices; rows of like length go together."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
         pools = [order[i : i + 512] for i in range(0, len(order), 512)]
         order = [i for pool in pools for i in sorted(pool, key=lambda i: len(rows[i][0]))]
         for part in torch.randperm(len(order) // size, generator=generator).tolist():
-            chosen = [rows[i] for i in order[part * size : (part + 1) * size]]
-            token_ids = torch.zeros(size, max(len(ids) for ids, _ in chosen), dtype=torch.int64)
-            loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-            for row, (ids, prompt_len) in enumerate(chosen):
-                token_ids[row, : len(ids)] = torch.tensor(ids)
-                loss_mask[row, prompt_len : len(ids)] = True
-            yield Batch(token_ids, loss_mask)
+            yield order[part * size : (part + 1) * size]
+
+
+def pad(rows: list[Row]) -> Batch:
+    """A batch of rows (token ids, prompt length), padded last."""
+    token_ids = torch.zeros(len(rows), max(len(ids) for ids, _ in rows), dtype=torch.int64)
+    loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    for row, (ids, prompt_len) in enumerate(rows):
+        token_ids[row, : len(ids)] = torch.tensor(ids)
+        loss_mask[row, prompt_len : len(ids)] = True
+    return Batch(token_ids, loss_mask)
+
+
+def batches(rows: list[Row], size: int, seed: int) -> Iterator[Batch]:
+    """Endless shuffled batches of rows."""
+    for chosen in orders(rows, size, seed):
+        yield pad([rows[i] for i in chosen])
 
 
 def train(module: nn.Module, steps: int, schedule: Callable[[float], float], loss_of: Callable[[], tuple[Tensor, str]]) -> None:

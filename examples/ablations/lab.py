@@ -1,0 +1,300 @@
+"""What the ablation scripts share: a target, its answers, heads that train in about a minute, and tau by replay.
+
+The laboratory's default target is the tiny one in `models/tiny`, with answers that it writes itself to the prompts of
+`examples/tiny_corpus.py`. `--target NAME --prompts FILE --heldout FILE` puts any other model and any conversations in its
+place. Whatever has been computed lies in `--work-dir` and is not computed again: answers, states, heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from tiny_corpus import documents  # noqa: E402
+from tiny_loop import Row, orders, pad, train  # noqa: E402
+
+from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor  # noqa: E402
+from jetflow.benchmark.replay import Text, replay  # noqa: E402
+from jetflow.drafters.parallel import ParallelDrafter  # noqa: E402
+from jetflow.heads.block_draft_head import BlockDraftHead  # noqa: E402
+from jetflow.heads.checkpoint import load_head, save_head  # noqa: E402
+from jetflow.heads.config import DraftHeadConfig  # noqa: E402
+from jetflow.losses import CrossEntropy, ForwardKL, JensenShannon, LogAcceptance, ReverseKL, TotalVariation  # noqa: E402
+from jetflow.targets import Target  # noqa: E402
+from jetflow.training import TeacherStates  # noqa: E402
+from jetflow.training.anchors import sample_anchors  # noqa: E402
+from jetflow.training.answering import answer_prompts  # noqa: E402
+from jetflow.training.step import StepSettings, block_loss  # noqa: E402
+
+# Documents that the tiny target was trained on; those that follow are held out.
+NUM_TAUGHT = 40000
+LOSSES = {
+    "cross-entropy": CrossEntropy(), "forward-kl": ForwardKL(), "reverse-kl": ReverseKL(), "jensen-shannon": JensenShannon(),
+    "total-variation": TotalVariation(), "log-acceptance": LogAcceptance(),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A head and how it is trained; equal specs with equal seeds are trained once.
+
+    Attributes:
+        causal: in-block rule; False is DFlash's.
+        correction: kind of correction, or none.
+        loss: name of a loss as in recipes.
+        decay_rate: slots after which a slot's weight falls by e; 0 for none.
+        marginal_share: blocks that a head with a correction learns without it.
+        data: who wrote the answers: `greedy` or `sampled` (the target itself) or `corpus`.
+        rate: factor on the learning rates of `examples/tiny_loop.py`.
+        steps: optimizer steps; the laboratory's own number when absent.
+    """
+
+    causal: bool = True
+    correction: str | None = None
+    loss: str = "forward-kl"
+    decay_rate: float = 0.0
+    marginal_share: float = 0.25
+    data: str = "greedy"
+    rate: float = 1.0
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of an ablation: a head and how it drafts."""
+
+    name: str
+    spec: HeadSpec
+    budgets: tuple[int, ...]
+    temperatures: tuple[float, ...] = (0.0,)
+    build: Callable[[BlockDraftHead, Target], Any] = ParallelDrafter
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one variant did with one seed, budget and temperature: kept tokens and rounds of each prompt."""
+
+    variant: str
+    seed: int
+    budget: int
+    temperature: float
+    kept: list[int]
+    rounds: list[int]
+
+
+@cache
+def load_target(name: str, dtype: str, device: str) -> Target:
+    return Target.from_pretrained(name, dtype=getattr(torch, dtype), device=device)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Settings of a laboratory, and what is made from them."""
+
+    target_name: str
+    work: Path
+    prompts: Path | None = None
+    heldout: Path | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    steps: int = 400
+    num_answers: int = 4000
+    num_heldout: int = 80
+    max_new_tokens: int = 160
+    rows_per_step: int = 16
+    num_anchors: int = 8
+    num_layers: int = 2
+    block_size: int = 16
+    taps: tuple[int, ...] | None = (0, 2, 4)
+
+    @property
+    def target(self) -> Target:
+        return load_target(self.target_name, self.dtype, self.device)
+
+    def run(self, variants: Sequence[Variant], seeds: Sequence[int], workers: int) -> list[Cell]:
+        """Trains and measures every variant with every seed, `workers` of them side by side, one thread each."""
+        for temperature in {one for variant in variants for one in variant.temperatures}:
+            self.texts(temperature)
+        jobs = [(variant, seed) for seed in seeds for variant in variants]
+        # Heads first, so that variants that share one do not train it twice.
+        self.train([(variant.spec, seed) for variant, seed in jobs], workers)
+        return [cell for cells in _side_by_side(self.measure, jobs, workers) for cell in cells]
+
+    def train(self, heads: Sequence[tuple[HeadSpec, int]], workers: int) -> None:
+        """Trains those heads of (spec, seed) that have not been trained yet."""
+        for data in {spec.data for spec, _ in heads}:
+            self.states(data)
+        _side_by_side(self.head, [one for one in dict.fromkeys(heads) if not self._folder(*one).exists()], workers)
+
+    def measure(self, variant: Variant, seed: int) -> list[Cell]:
+        drafter = variant.build(self.head(variant.spec, seed), self.target)
+        cells = []
+        for temperature in variant.temperatures:
+            texts = self.texts(temperature)
+            for budget in variant.budgets:
+                kept = replay(drafter, self.target, texts, budget, max_new_tokens=self.max_new_tokens)
+                sums, counts = [sum(one) for one in kept], [len(one) for one in kept]
+                cells.append(Cell(variant.name, seed, budget, temperature, sums, counts))
+        return cells
+
+    def head(self, spec: HeadSpec, seed: int) -> BlockDraftHead:
+        """Trains a head, or loads it where it has been trained before."""
+        folder = self._folder(spec, seed)
+        if not folder.exists():
+            begin = time.perf_counter()
+            self._train(spec, seed, folder)
+            print(f"trained {spec} seed {seed}: {time.perf_counter() - begin:.0f} s", flush=True)
+        return load_head(folder, dtype=self.target.dtype, device=self.device)
+
+    def _folder(self, spec: HeadSpec, seed: int) -> Path:
+        """Where a head lies; what does not change its training does not change its name."""
+        shared = {key: value for key, value in asdict(self).items() if key not in ("work", "num_heldout", "heldout")}
+        named = {key: value for key, value in asdict(spec).items() if value != getattr(HeadSpec(), key)}
+        key = hashlib.sha256(json.dumps([named, shared, seed], default=str, sort_keys=True).encode()).hexdigest()[:12]
+        return self.work / "heads" / key
+
+    def _train(self, spec: HeadSpec, seed: int, folder: Path) -> None:
+        torch.manual_seed(seed)
+        sizes = {"num_layers": self.num_layers, "block_size": self.block_size, "taps": self.taps}
+        head = BlockDraftHead(
+            DraftHeadConfig.for_target(
+                self.target.config, mask_token_id=self._mask_token, causal=spec.causal, correction=spec.correction,
+                correction_rank=64, **sizes,
+            )
+        ).to(self.device)  # fmt: skip
+        settings = StepSettings(LOSSES[spec.loss], spec.decay_rate, marginal_share=spec.marginal_share)
+        generator, stream = torch.Generator().manual_seed(seed), self._batches(spec.data, seed)
+
+        def loss_of() -> tuple[Tensor, str]:
+            batch, states = next(stream)
+            anchors, valid = sample_anchors(batch.loss_mask, self.num_anchors, generator)
+            out = block_loss(head, self.target, batch, anchors=anchors, valid=valid, settings=settings, states=states)
+            return out.loss, f"  expected acceptance length {out.expected_acceptance_length.item():.2f}"
+
+        steps = self.steps if spec.steps is None else spec.steps
+        train(head, steps, lambda done: spec.rate * (0.5 + 0.5 * math.cos(math.pi * done)), loss_of)
+        # A name appears when the head is whole.
+        save_head(head, folder.with_suffix(".part"))
+        folder.with_suffix(".part").rename(folder)
+
+    def _batches(self, data: str, seed: int) -> Iterator[tuple[Any, TeacherStates]]:
+        rows, states = self.states(data)
+        for chosen in orders(rows, self.rows_per_step, seed):
+            both = (pad_sequence([states[i][part] for i in chosen], batch_first=True).to(self.device) for part in (0, 1))
+            batch = pad([rows[i] for i in chosen])
+            yield type(batch)(*(one if one is None else one.to(self.device) for one in batch)), TeacherStates(*both)
+
+    @property
+    def _mask_token(self) -> int:
+        known = self.target.tokenizer.mask_token_id
+        return self.target.vocab_size - 1 if known is None else known
+
+    @cache  # noqa: B019
+    def states(self, data: str) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
+        """Answers and the target's states over them, bfloat16."""
+        path = self.work / f"{data}.pt"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = self._answer(self.asked("train"), data)
+            states = [self._states(ids) for ids, _ in rows]
+            torch.save((rows, states), path)
+        return torch.load(path)
+
+    def _states(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        config = DraftHeadConfig.for_target(
+            self.target.config, num_layers=self.num_layers, block_size=2, mask_token_id=0, taps=self.taps
+        )
+        with torch.no_grad():
+            found = self.target.features(torch.tensor([ids], device=self.device), config.taps)
+        return tuple(one[0].to(torch.bfloat16).cpu() for one in found)
+
+    def texts(self, temperature: float) -> list[Text]:
+        """The target's own answers to the held-out prompts."""
+        path = self.work / f"heldout-{temperature:g}.pt"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(self._answer(self.asked("heldout"), "sampled" if temperature else "greedy", temperature or 1.0), path)
+        return [Text(*row) for row in torch.load(path)]
+
+    def asked(self, part: str) -> list[tuple[list[int], str]]:
+        """Prompts as token ids, with the corpus's own answers."""
+        file, count = (self.prompts, self.num_answers) if part == "train" else (self.heldout, self.num_heldout)
+        if file is not None:
+            turns = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+        else:
+            docs = documents(NUM_TAUGHT + self.num_heldout, seed=0)
+            turns = docs[60 : 60 + count] if part == "train" else docs[NUM_TAUGHT:]
+        return [(self.target.chat_ids(one["prompt"]), one.get("answer", "")) for one in turns]
+
+    def _answer(self, asked: list[tuple[list[int], str]], data: str, temperature: float = 1.0) -> list[Row]:
+        tokenizer = self.target.tokenizer
+        if data == "corpus":
+            ends = [tokenizer.encode(answer + tokenizer.eos_token, add_special_tokens=False) for _, answer in asked]
+            return [(ids + end, len(ids)) for (ids, _), end in zip(asked, ends, strict=True)]
+        acceptor = GreedyAcceptor() if data == "greedy" else SamplingAcceptor(temperature)
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        asked, rows = sorted(asked, key=lambda one: len(one[0])), []
+        for start in range(0, len(asked), 250):
+            part = [ids for ids, _ in asked[start : start + 250]]
+            answers = answer_prompts(self.target, part, acceptor, self.max_new_tokens, generator=generator)
+            rows += [(ids + answer, len(ids)) for ids, answer in zip(part, answers, strict=True)]
+        return rows
+
+
+def _side_by_side(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], workers: int) -> list[Any]:
+    """Calls `function` with each job, in processes of one thread each where there are several workers."""
+    if workers == 1 or len(jobs) < 2:
+        return [function(*job) for job in jobs]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(function, *zip(*jobs, strict=True)))
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """The options that all ablations have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="toy sizes, to see that everything runs")
+    parser.add_argument("--target", default=str(ROOT / "models/tiny/target"), help="folder or hub name")
+    parser.add_argument("--prompts", type=Path, help="JSONL with `prompt` (and `answer`, for corpus data) to train on")
+    parser.add_argument("--heldout", type=Path, help="JSONL with `prompt` to measure on")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--workers", type=int, default=2, help="heads that train side by side, one thread each")
+    parser.add_argument("--work-dir", type=Path, help="what has been computed; runs/lab when absent")
+    parser.add_argument("--out", type=Path, help="folder of the results; results/ablations, or nowhere for --smoke")
+    args = parser.parse_args()
+    if (args.prompts is None) != (args.heldout is None):
+        parser.error("--prompts and --heldout belong together")
+    return args
+
+
+def make_lab(args: argparse.Namespace) -> Lab:
+    work = args.work_dir or ROOT / "runs" / ("lab-smoke" if args.smoke else "lab")
+    tiny = args.prompts is None
+    lab = Lab(args.target, work, args.prompts, args.heldout, args.dtype, args.device, args.steps)
+    if not tiny:
+        lab = replace(lab, num_layers=5, num_anchors=64, max_new_tokens=1024, taps=None)
+    if args.smoke:
+        args.seeds, args.workers = 1, 1
+        lab = replace(lab, steps=2, num_answers=32, num_heldout=3, max_new_tokens=24)
+    return lab
