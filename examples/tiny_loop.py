@@ -46,7 +46,14 @@ def batches(rows: list[Row], size: int, seed: int) -> Iterator[Batch]:
         yield pad([rows[i] for i in chosen])
 
 
-def train(module: nn.Module, steps: int, schedule: Callable[[float], float], loss_of: Callable[[], tuple[Tensor, str]]) -> None:
+def train(
+    module: nn.Module,
+    steps: int,
+    schedule: Callable[[float], float],
+    loss_of: Callable[[], tuple[Tensor, str]],
+    *,
+    warmup: int = 50,
+) -> None:
     """Trains matrices with Muon, the rest with AdamW; `schedule` maps the share of steps done to a rate factor."""
     named = list(module.named_parameters())
     matrices = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
@@ -55,7 +62,7 @@ def train(module: nn.Module, steps: int, schedule: Callable[[float], float], los
         torch.optim.Muon(matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=2.5e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
-    factors = [LambdaLR(one, lambda i: min((i + 1) / 50, schedule(i / steps))) for one in optimizers]
+    factors = [LambdaLR(one, lambda i: min((i + 1) / warmup, 1.0) * schedule(i / steps)) for one in optimizers]
     begin = time.perf_counter()
     for step in range(1, steps + 1):
         with torch.autocast("cpu", torch.bfloat16):
