@@ -79,11 +79,11 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DraftHeadConfig):
+    def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
@@ -95,7 +95,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DraftHeadConfig):
         super().__init__()
         self.self_attn = DraftAttention(config)
-        self.mlp = DraftMLP(config)
+        self.mlp = DraftMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jetflow.training.anchors import sample_anchors, supervised_slots
+from jetflow.training.eagle import eagle_loss, new_eagle_head, unrolled_loss
 from jetflow.training.step import Batch, StepOutput, StepSettings, TeacherStates, block_loss, draft_loss
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "Trainer",
     "block_loss",
     "draft_loss",
+    "eagle_loss",
+    "new_eagle_head",
     "sample_anchors",
     "supervised_slots",
+    "unrolled_loss",
 ]
 
 

@@ -223,11 +223,11 @@ def block_loss(
         loss=total / torch.where(weight_sum > 0, weight_sum, 1.0),
         weight_sum=weight_sum,
         num_anchors=valid.sum(),
-        **_metrics(statistics, slots, valid),
+        **slot_metrics(statistics, slots, valid),
     )
 
 
-def _metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
+def slot_metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
     """Accuracy by depth and expected acceptance length, from hit and label probability of each supervised slot [M, 2]."""
     rows, blocks, depths = slots.nonzero(as_tuple=True)
     num_slots_by_depth = slots.sum(dim=(0, 1))

@@ -1,0 +1,271 @@
+"""EagleDrafter: an EAGLE-3 head drafts, one step of it per level of the tree.
+
+Dimension key: B batch, F frontier slots, K candidates per parent, N drafted nodes so far, P waiting positions, S context,
+H hidden size, R draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from jetflow.heads.context_cache import HeadCache
+from jetflow.heads.eagle_head import EagleHead
+from jetflow.kernels.masked_attention import masked_attention
+from jetflow.protocols import DraftContext, Frontier, TreeExpander
+from jetflow.targets import Target
+from jetflow.trees.expanders import BestFirst
+from jetflow.trees.growth import NEVER
+from jetflow.trees.ranking import likeliest_tokens
+from jetflow.trees.sampling import ChildSampling
+from jetflow.trees.token_tree import TokenTree
+
+# Positions of a long prompt that the head reads at a time; their attention mask is that many rows high.
+CHUNK = 1024
+
+
+class EagleDrafter:
+    """Drafts level by level with an EAGLE-3 head: every node's law is conditional on its whole path.
+
+    A position of the head reads the target's state there and the token behind it, so the last committed position is read
+    when the root is known; that step gives the law of the first level. Below, a node reads its own token and the head's
+    state of its parent.
+
+    With `BestFirst` this is the tree of EAGLE-2 and EAGLE-3: the `num_expanded` best nodes of a level get children,
+    `width` each, and the best nodes of all levels together make the tree. Tokens outside the head's draft vocabulary are
+    not drafted; the text is the target's all the same.
+
+    Args:
+        head: the draft head, made for `target`.
+        target: the frozen model; its embedding is used unless the head has one of its own.
+        expander: how the tree is built; best-first when absent.
+        depth: most levels; each costs one step of the head.
+        width: most children of one node.
+        num_expanded: most nodes of a level that get children, the first ones in the expander's order; all when None.
+        sampling: draw the children, for acceptors that make use of the draft's law; the likeliest ones when absent.
+
+    Raises:
+        ValueError: head and target differ in vocabulary, width, dtype or device, a number is below 1, or `expander` has a
+            shape deeper than `depth`.
+
+    Example:
+        >>> drafter = EagleDrafter(load_eagle_head("eagle3-head"), target)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Target,
+        expander: TreeExpander | None = None,
+        *,
+        depth: int = 8,
+        width: int = 10,
+        num_expanded: int | None = 10,
+        sampling: ChildSampling | None = None,
+    ):
+        for name, value in (("depth", depth), ("width", width), ("num_expanded", num_expanded)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        _check_match(head, target)
+        if getattr(expander, "depth", 0) > depth:
+            raise ValueError(f"expander asks for {getattr(expander, 'depth', 0)} levels, more than depth={depth}")
+        self.taps = head.config.taps_in(target.num_layers)
+        self._head, self._target, self._expander = head, target, expander or BestFirst()
+        self._depth, self._width, self._num_expanded, self._sampling = depth, width, num_expanded, sampling
+        self._cache: HeadCache | None = None
+
+    def reset(self, batch_size: int) -> None:
+        """Forgets the text of the last batch."""
+        weight = self._head.fc.weight
+        self._cache = self._head.new_cache(batch_size)
+        self._waiting = _Waiting(batch_size, weight.new_zeros(batch_size, 0, weight.shape[1]))
+        # State and normed state of the last position of each row.
+        self._last = weight.new_zeros(2, batch_size, 1, len(weight))
+
+    def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
+        """Takes newly committed tokens [B, T], `num_tokens` [B] per row, and their features [B, T, k * Ht]."""
+        assert self._cache is not None, "reset comes before observe"
+        self._waiting.add(token_ids, features, num_tokens.tolist())
+
+    def propose(self, context: DraftContext, budget: int) -> TokenTree:
+        """Returns trees of at most `budget` nodes and `depth` levels."""
+        depth = min(self._depth, context.max_depth, budget - 1)
+        if depth < 1:
+            return TokenTree.root_only(context.root_tokens)
+        assert self._cache is not None, "reset comes before a draft"
+        self._read_waiting(context.root_tokens)
+        source = _StepSource(
+            self._head,
+            self._embed,
+            self._cache,
+            self._last,
+            max_depth=depth,
+            width=self._width,
+            num_expanded=self._num_expanded,
+        )
+        if self._sampling is not None:
+            return self._sampling.build(self._expander, context.root_tokens, source, budget, context.generator)
+        return self._expander(context.root_tokens, source, budget)
+
+    @torch.no_grad()
+    def _read_waiting(self, root_tokens: Tensor) -> None:
+        """Runs the head over the committed positions that it has not read yet, now that the token behind the last is known."""
+        tokens, features, counts = self._waiting.take(root_tokens)
+        for start in range(0, tokens.shape[1], CHUNK):
+            here = [min(max(count - start, 0), CHUNK) for count in counts]
+            size = max(here)
+            part = slice(start, start + size)
+            states, normed = self._run_context(tokens[:, part], features[:, part], here)
+            # Rows that ended in an earlier chunk, or had nothing to read, keep what they have.
+            rows = [row for row, count in enumerate(here) if count]
+            ends = [here[row] - 1 for row in rows]
+            self._last[0, rows, 0], self._last[1, rows, 0] = states[rows, ends], normed[rows, ends]
+
+    def _run_context(self, tokens: Tensor, features: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Reads committed positions, `counts` per row, and keeps their keys and values; returns states as `EagleHead.step`."""
+        cache = self._cache
+        assert cache is not None
+        size = tokens.shape[1]
+        starts = torch.tensor(cache.lengths, device=tokens.device)
+        positions = starts[:, None] + torch.arange(size, device=tokens.device)
+        places = torch.arange(max(cache.lengths) + size, device=tokens.device)
+        mask = (places <= positions[:, :, None])[:, None]
+        cache.reserve(size)
+        new: list[Tensor] = []
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            new.extend((keys, values))
+            return masked_attention(queries, *cache.write_block(0, keys, values), mask)
+
+        out = self._head.step(self._embed(tokens), self._head.fuse(features), positions, attend)
+        cache.append(torch.stack(new)[None], counts)
+        return out
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H] of `tokens` int64 [...], the head's own or the target's."""
+        own = self._head.embed_tokens
+        return self._target.embed(tokens) if own is None else own(tokens)
+
+
+class _StepSource:
+    """One step of the head for the frontier of each level; the keys of all levels so far stand behind the context's.
+
+    Args:
+        head: the head.
+        embed: embeddings of tokens.
+        cache: the committed positions, the one before the root included.
+        last: float [2, B, 1, H], state and normed state of that position.
+        max_depth: most levels.
+        width: most children of one node.
+        num_expanded: most nodes of a level that get children.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embed: Callable[[Tensor], Tensor],
+        cache: HeadCache,
+        last: Tensor,
+        *,
+        max_depth: int,
+        width: int,
+        num_expanded: int | None,
+    ):
+        self.max_depth = max_depth
+        self._head, self._embed, self._cache = head, embed, cache
+        self._width, self._num_expanded = width, num_expanded
+        self._states, self._normed = last
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        # Which drafted nodes each node of the last frontier sees, bool [B, F, N].
+        self._seen = torch.zeros(last.shape[1], 1, 0, dtype=torch.bool, device=last.device)
+
+    @torch.no_grad()
+    def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
+        slots = frontier.tokens.shape[1]
+        count = slots if self._num_expanded is None else min(slots, self._num_expanded)
+        if level > 1:
+            self._step(level, frontier.tokens[:, :count], frontier.parents[:, :count])
+        logits = self._head.lm_head(self._normed).float()
+        best = likeliest_tokens(logits, min(self._width, logits.shape[-1]))
+        log_probs = logits.log_softmax(-1).gather(-1, best)
+        tokens = best if self._head.draft_tokens is None else self._head.draft_tokens[best]
+        return pad(tokens, (0, 0, 0, slots - count)), pad(log_probs, (0, 0, 0, slots - count), value=NEVER)
+
+    def _step(self, level: int, tokens: Tensor, parents: Tensor) -> None:
+        """Runs the head over nodes [B, F] of depth `level - 1`, whose parents are indices into the frontier before."""
+        count = tokens.shape[1]
+        # A slot that holds no node may name a parent that was not expanded; nothing comes of it.
+        parents = parents.clamp(max=self._states.shape[1] - 1)[:, :, None]
+        states = self._states.gather(1, parents.expand(-1, -1, self._states.shape[2]))
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        self._seen = torch.cat([self._seen.gather(1, parents.expand(-1, -1, self._seen.shape[2])), own], dim=2)
+        lengths = torch.tensor(self._cache.lengths, device=tokens.device)
+        positions = (lengths + level - 2)[:, None].expand(-1, count)
+        num_nodes = self._seen.shape[2]
+        places = torch.arange(max(self._cache.lengths) + num_nodes, device=tokens.device) - lengths[:, None]
+        drafted = self._seen.gather(2, places.clamp(0, num_nodes - 1)[:, None].expand(-1, count, -1))
+        mask = torch.where((places < 0)[:, None], True, drafted & (places < num_nodes)[:, None])[:, None]
+        self._cache.reserve(num_nodes)
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self._keys.append(keys)
+            self._values.append(values)
+            written = self._cache.write_block(0, torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2))
+            return masked_attention(queries, *written, mask)
+
+        self._states, self._normed = self._head.step(self._embed(tokens), states, positions, attend)
+
+
+class _Waiting:
+    """Committed tokens and features that the head has not read, as the token behind the last of them is not known."""
+
+    def __init__(self, batch_size: int, features: Tensor):
+        self.counts = [0] * batch_size
+        self.tokens = torch.zeros(batch_size, 0, dtype=torch.int64, device=features.device)
+        self.features = features
+
+    def add(self, tokens: Tensor, features: Tensor, counts: list[int]) -> None:
+        if not any(self.counts):
+            self.tokens, self.features, self.counts = tokens, features, counts
+            return
+        width = max(old + new for old, new in zip(self.counts, counts, strict=True))
+        grown = (
+            pad(self.tokens, (0, width - self.tokens.shape[1])),
+            pad(self.features, (0, 0, 0, width - self.features.shape[1])),
+        )
+        for row, (old, new) in enumerate(zip(self.counts, counts, strict=True)):
+            for kept, added in zip(grown, (tokens, features), strict=True):
+                kept[row, old : old + new] = added[row, :new]
+        self.tokens, self.features = grown
+        self.counts = [old + new for old, new in zip(self.counts, counts, strict=True)]
+
+    def take(self, root_tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Returns for each waiting position the token behind it [B, P] and its features; nothing waits afterwards."""
+        counts, features, width = self.counts, self.features, max(self.counts)
+        behind = torch.cat([self.tokens[:, 1:width], root_tokens[:, None]], dim=1)[:, :width]
+        for row, count in enumerate(counts):
+            if count:
+                behind[row, count - 1] = root_tokens[row]
+        self.counts = [0] * len(counts)
+        self.tokens, self.features = self.tokens[:, :0], features[:, :0]
+        return behind, features[:, :width], counts
+
+
+def _check_match(head: EagleHead, target: Target) -> None:
+    config, weight = head.config, head.fc.weight
+    pairs = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+        "dtype": (weight.dtype, target.dtype),
+        "device": (weight.device, target.device),
+    }
+    if head.embed_tokens is None:
+        pairs["hidden_size"] = (config.hidden_size, target.hidden_size)
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ValueError(f"head and target must agree: the head's {name} is {ours}, the target's {theirs}")
