@@ -5,16 +5,23 @@ import torch
 from conftest import make_model, plain_greedy
 
 from jetflow import (
+    AcceptanceTable,
     Beam,
     BestFirst,
     Chain,
+    ChildSampling,
     DraftContext,
     EagleDrafter,
     EagleHead,
     EagleHeadConfig,
     FixedShape,
+    GreedyAcceptor,
+    RecursiveRejection,
     SpeculativeDecoder,
     Target,
+    TokenTree,
+    TraversalVerification,
+    TreeVerifier,
 )
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
@@ -141,3 +148,165 @@ def test_every_architecture_takes_a_head(model):
     assert result.token_ids == plain_greedy(model, PROMPT, 20)
     assert drafted
     assert set(drafted) <= set(DRAFTED.tolist())
+
+
+def decode_batch(
+    target: Target, drafter: EagleDrafter, prompts: list[list[int]], num_tokens: int, budget: int
+) -> list[list[int]]:
+    """Greedy decoding of ragged prompts in one batch; rows that have enough go on until all have."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    verifier, acceptor = TreeVerifier(target, taps=drafter.taps), GreedyAcceptor()
+    logits, features = verifier.prefill(ids, lengths)
+    drafter.reset(len(prompts))
+    drafter.observe(ids, features, lengths)
+    bonus = acceptor(TokenTree.root_only(ids[:, -1]), logits).bonus
+    texts = [[*prompt, int(token)] for prompt, token in zip(prompts, bonus, strict=True)]
+    while any(len(text) - len(prompt) < num_tokens for text, prompt in zip(texts, prompts, strict=True)):
+        prefix_lens = torch.tensor([len(text) - 1 for text in texts])
+        tree = drafter.propose(DraftContext(torch.tensor([text[-1] for text in texts]), prefix_lens, texts, 9), budget)
+        logits, features = verifier.verify(tree)
+        acceptance = acceptor(tree, logits)
+        verifier.commit(acceptance)
+        committed = tree.tokens.gather(1, acceptance.path)
+        drafter.observe(
+            committed,
+            features.gather(1, acceptance.path[:, :, None].expand(-1, -1, features.shape[2])),
+            acceptance.num_accepted + 1,
+        )
+        for row, text in enumerate(texts):
+            text += [*committed[row, 1 : int(acceptance.num_accepted[row]) + 1].tolist(), int(acceptance.bonus[row])]
+    return [text[len(prompt) :][:num_tokens] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("draft_tokens", [None, DRAFTED], ids=["all", "some"])
+def test_a_batch_of_ragged_prompts_is_decoded_as_each_alone(draft_tokens):
+    model = make_model("qwen3")
+    target = Target(model)
+    drafter = EagleDrafter(make_eagle(target, draft_tokens), target, depth=4)
+    prompts = [PROMPT, PROMPT[3:7], [*PROMPT, 7, 8, 9]]
+    plain = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=18, min_new_tokens=18, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    verifier_texts = decode_batch(target, drafter, prompts, 18, budget=9)
+    for text, expected in zip(verifier_texts, plain, strict=True):
+        assert text == expected
+
+
+@torch.no_grad()
+def test_what_is_cached_round_by_round_is_what_one_pass_gives():
+    target = Target(make_model("qwen3"))
+    drafter = EagleDrafter(make_eagle(target), target, depth=3)
+    result = SpeculativeDecoder(target, drafter, budget=9).generate(PROMPT, max_new_tokens=20, eos_token_id=[])
+    text = PROMPT + result.token_ids
+    # The tokens that were committed, and the root of the next round.
+    seen = text[: drafter._cache.lengths[0] + drafter._waiting.counts[0] + 1]
+    context = DraftContext(torch.tensor([seen[-1]]), torch.tensor([len(seen) - 1]), [seen], 9)
+    after = drafter.propose(context, 12)
+    fresh = drafter.propose(observed(drafter, target, [seen]), 12)
+    assert after.tokens.tolist() == fresh.tokens.tolist()
+    torch.testing.assert_close(after.scores, fresh.scores, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    target = Target(make_model("qwen3"))
+    head = make_eagle(target)
+    texts = [PROMPT, PROMPT[:4], [*PROMPT, 7, 8, 9]]
+    whole = EagleDrafter(head, target, depth=3)
+    expected = whole.propose(observed(whole, target, texts), 12)
+    monkeypatch.setattr("jetflow.drafters.eagle.CHUNK", 4)
+    chunked = EagleDrafter(head, target, depth=3)
+    got = chunked.propose(observed(chunked, target, texts), 12)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    torch.testing.assert_close(got.scores, expected.scores, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_only_so_many_nodes_of_a_level_get_children_and_the_best_of_all_are_kept():
+    """EAGLE-2's tree, by plain loops: expand the best nodes of each level, then keep the best of all levels."""
+    target = Target(make_model("qwen3"))
+    head = make_eagle(target)
+    drafter = EagleDrafter(head, target, depth=3, width=4, num_expanded=2)
+    tree = drafter.propose(observed(drafter, target, [PROMPT]), 9)
+    level, everything = [(0.0, [])], []
+    for _ in range(3):
+        children = []
+        for score, path in level:
+            law = law_of_path(head, target, PROMPT, path)
+            children += [(score + float(law[token]), [*path, int(token)]) for token in law.topk(4).indices]
+        children.sort(key=lambda one: -one[0])
+        everything, level = everything + children, children[:2]
+    best = sorted(everything, key=lambda one: -one[0])[:8]
+    paths: list[list[int]] = [[]]
+    for parent, token in zip(tree.parents[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True):
+        paths.append([*paths[parent], token])
+    assert sorted(paths[1:]) == sorted(path for _, path in best)
+
+
+@torch.no_grad()
+def test_drawn_children_come_with_the_law_of_their_own_path():
+    target = Target(make_model("qwen3"))
+    head = make_eagle(target, DRAFTED)
+    drafter = EagleDrafter(
+        head, target, BestFirst(AcceptanceTable()), depth=3, width=6, num_expanded=2, sampling=ChildSampling(0.7)
+    )
+    context = dataclasses.replace(observed(drafter, target, [PROMPT]), generator=torch.Generator().manual_seed(5))
+    tree = drafter.propose(context, 8)
+    assert tree.laws is not None
+    paths: list[list[int]] = [[]]
+    for node in range(1, 8):
+        paths.append([*paths[int(tree.parents[0, node])], int(tree.tokens[0, node])])
+    inner = set(tree.parents[0, 1:].tolist())
+    assert len(inner) >= 3
+    for node in inner:
+        law = law_of_path(head, target, PROMPT, paths[node])
+        best = law.topk(6).indices
+        expected = dict(zip(DRAFTED[best].tolist(), (law[best] / 0.7).softmax(0).tolist(), strict=True))
+        recorded = dict(zip(tree.laws.tokens[0, node].tolist(), tree.laws.probs[0, node].tolist(), strict=True))
+        assert recorded == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("acceptor", [RecursiveRejection(0.8), TraversalVerification(0.8)], ids=lambda one: type(one).__name__)
+def test_rules_that_read_the_drafts_law_take_its_trees(acceptor):
+    target = Target(make_model("qwen3"))
+    drafter = EagleDrafter(
+        make_eagle(target), target, BestFirst(AcceptanceTable()), depth=3, num_expanded=2, sampling=ChildSampling(0.8)
+    )
+    decoder = SpeculativeDecoder(target, drafter, acceptor, budget=8)
+    first, again = (decoder.generate(PROMPT, max_new_tokens=15, seed=3, eos_token_id=[]) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert len(first.token_ids) == 15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+        ({"num_expanded": 0}, "num_expanded must be at least 1, got 0"),
+        ({"expander": FixedShape([-1, 0, 1], [0, 0, 0]), "depth": 1}, "asks for 2 levels, more than depth=1"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    target = Target(make_model("qwen3"))
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(make_eagle(target), target, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 99, "draft_vocab_size": 99}, "vocab_size is 99"),
+        ({"target_hidden_size": 16}, "target_hidden_size is 16"),
+        ({"hidden_size": 16}, "hidden_size is 16"),
+        ({"taps": (0, 1, 9)}, r"taps=\(0, 1, 9\) must be below the target's 4 layers"),
+    ],
+)
+def test_heads_of_other_targets_are_refused(changes, message):
+    target = Target(make_model("qwen3"))
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(make_eagle(target, **changes), target)

@@ -94,7 +94,8 @@ class SampledSource:
         tokens, log_probs = ask(self._source, level, frontier)
         slots = frontier.tokens.shape[1]
         tokens, log_probs = (one.expand(-1, slots, -1) for one in (tokens, log_probs))
-        log_law = (log_probs / self._settings.temperature).log_softmax(dim=-1)
+        # A parent that is offered nothing has no law, which softmax would make NaN.
+        log_law = (log_probs / self._settings.temperature).log_softmax(dim=-1).masked_fill(log_probs == NEVER, NEVER)
         places = torch.arange(tokens.shape[2], device=tokens.device)
         fixed = places < self._settings.num_fixed
         drawable = log_law.masked_fill(fixed, NEVER)
