@@ -64,7 +64,9 @@ class PerfectHead(nn.Module):
 
     def __init__(self, token_ids, offset=0):
         super().__init__()
-        self.config = SimpleNamespace(block_size=BLOCK, taps=TAPS, mask_token_id=VOCAB - 1, causal=True, correction=None)
+        self.config = SimpleNamespace(
+            block_size=BLOCK, taps=TAPS, mask_token_id=VOCAB - 1, causal=True, correction=None, refinement=False
+        )
         self.fc = nn.Linear(1, 1)
         self.token_ids, self.offset = token_ids, offset
 

@@ -49,6 +49,7 @@ class HeadSection:
     causal: bool | None = None
     correction: str | None = None
     correction_rank: int | None = None
+    refinement: bool | None = None
     start_from: str | None = None
 
 
@@ -64,6 +65,7 @@ class LossSection:
     num_frequent: int | None = None
     num_random: int = 1024
     marginal_share: float = 0.25
+    filled_share: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> S
         frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
         vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
     form = masks.block_mask if target.device.type == "cuda" else masks.dense
-    return StepSettings(loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share)
+    return StepSettings(
+        loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share, section.filled_share
+    )
 
 
 def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:

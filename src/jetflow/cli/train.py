@@ -177,6 +177,7 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
             load_head(section.start_from, dtype=torch.float32), target, block_size=section.block_size,
             num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
             correction=section.correction, correction_rank=section.correction_rank,
+            refinement=section.refinement,
         )  # fmt: skip
     return BlockDraftHead(_head_config(section, target))
 
@@ -193,6 +194,7 @@ def _head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
         causal=section.causal is not False,
         correction=section.correction,
         correction_rank=DEFAULT_RANK if section.correction_rank is None else section.correction_rank,
+        refinement=section.refinement is True,
     )
 
 

@@ -1,6 +1,6 @@
-"""ParallelDrafter: one pass of a block draft head, then a tree expander.
+"""ParallelDrafter: a pass of a block draft head, or several, then a tree expander.
 
-Dimension key: B batch, D draft levels, T block positions, H hidden size, V vocabulary.
+Dimension key: B batch, D draft levels, N tree nodes, T block positions, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,29 +17,37 @@ from jetflow.protocols import CandidateSource, DraftContext, TreeExpander
 from jetflow.targets import Target
 from jetflow.trees.expanders import BestFirst
 from jetflow.trees.sampling import ChildSampling
-from jetflow.trees.sources import MarginalSource
+from jetflow.trees.sources import MarginalSource, RefinedSource
 from jetflow.trees.token_tree import TokenTree
 
-# Candidates of a depth that a correction compares with those of the depth before, unless told otherwise.
+# Candidates of a depth, or children of a node, where laws are conditional, unless told otherwise.
 CONDITIONAL_WIDTH = 32
 
 
 class ParallelDrafter:
     """Drafts a whole tree from one pass of a JetFlow or DFlash head.
 
+    With more passes a head with refinement reads the nodes of the tree so far, each behind its own path, and says which
+    children follow them; the tree is then built anew.
+
     Args:
         head: the draft head, made for `target`.
         target: the frozen model; its embedding and output embedding are used.
         expander: how the tree is built from the per-depth laws; the exact best-first tree when absent.
         width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact. For a
-            head with a correction these are the candidates of a depth, and 32 at most when absent.
+            head with a correction these are the candidates of a depth; with one, or with several passes, 32 at most when
+            absent.
         vocabulary: int64 [R], the only tokens that are drafted, such as the most frequent ones, each once. The output
             embedding then costs R / V as much, and the text stays the same; all tokens when absent.
         sampling: draw the children, for acceptors that make use of the draft's law; the likeliest ones when absent.
+        passes: of the head per tree; more than one needs a head with refinement.
+        refine_nodes: nodes, root included, that each pass after the first reads: the likeliest ones; as many as the budget
+            when absent.
 
     Raises:
-        ValueError: head and target differ in vocabulary, width, layers, dtype or device, `width` is below 1, `expander` has
-            a shape deeper than the head drafts, or `vocabulary` is not made of different tokens of the target.
+        ValueError: head and target differ in vocabulary, width, layers, dtype or device, a number is below 1, `expander` has
+            a shape deeper than the head drafts, `vocabulary` is not made of different tokens of the target, or the head has
+            no refinement for the passes asked for.
 
     Example:
         >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
@@ -54,9 +62,16 @@ class ParallelDrafter:
         width: int | None = None,
         vocabulary: Tensor | None = None,
         sampling: ChildSampling | None = None,
+        passes: int = 1,
+        refine_nodes: int | None = None,
     ):
-        if width is not None and width < 1:
-            raise ValueError(f"width must be at least 1, got {width}")
+        for name, value in (("width", width), ("passes", passes), ("refine_nodes", refine_nodes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if passes > 1 and not head.config.refinement:
+            raise ValueError(f"passes={passes} needs a head that was trained with refinement=True; this one takes one pass")
+        if passes == 1 and refine_nodes is not None:
+            raise ValueError(f"refine_nodes={refine_nodes} needs passes of at least 2, got passes=1")
         _check_match(head, target)
         depth = getattr(expander, "depth", 0)
         if depth > head.config.block_size - 1:
@@ -70,6 +85,7 @@ class ParallelDrafter:
         self._expander = expander or BestFirst()
         self._width = width
         self._sampling = sampling
+        self._passes, self._refine_nodes = passes, refine_nodes
         self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
         self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
         self._laws = None if head.correction is None else ConditionalLaws(head.correction, target)
@@ -108,16 +124,28 @@ class ParallelDrafter:
 
     @torch.no_grad()
     def _source(self, context: DraftContext, depth: int, budget: int) -> CandidateSource:
-        states = self._draft(context.root_tokens, depth)
-        if self._laws is None:
-            logits = self._logits(states)
+        conditional = self._laws is not None or self._passes > 1
+        width = self._width or (min(budget - 1, CONDITIONAL_WIDTH) if conditional else budget - 1)
+        source = self._first_source(context, depth, width)
+        for _ in range(self._passes - 1):
+            tree = BestFirst()(context.root_tokens, source, self._refine_nodes or budget)
+            context.mark("draft")
+            logits = self._logits(self._read(tree))
             context.mark("build")
-            return MarginalSource.from_logits(logits, self._width or budget - 1, token_ids=self._vocabulary)
-        states = self._laws.correct_first(states, context.root_tokens)
+            laws = MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
+            source = RefinedSource(tree, (laws.tokens, laws.log_probs), source)
+        return source
+
+    def _first_source(self, context: DraftContext, depth: int, width: int) -> CandidateSource:
+        """What one pass over masked slots says."""
+        states = self._draft(context.root_tokens, depth)
+        if self._laws is not None:
+            states = self._laws.correct_first(states, context.root_tokens)
         logits = self._logits(states)
         context.mark("build")
-        width = self._width or min(budget - 1, CONDITIONAL_WIDTH)
-        return self._laws.source(states, logits, width, self._vocabulary)
+        if self._laws is not None:
+            return self._laws.source(states, logits, width, self._vocabulary)
+        return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
 
     def _draft(self, root_tokens: Tensor, depth: int) -> Tensor:
         """One pass of the head: hidden states [B, depth, H] of the positions after the roots."""
@@ -129,6 +157,11 @@ class ParallelDrafter:
         block[:, 0] = root_tokens
         hidden = self._head.draft(self._target.embed(block), self._cache, self._in_block_mask[:size, :size])
         return hidden[:, 1 : depth + 1]
+
+    def _read(self, tree: TokenTree) -> Tensor:
+        """One pass of the head over the nodes of a tree, each behind its own path: hidden states [B, N, H]."""
+        assert self._cache is not None, "reset comes before a draft"
+        return self._head.draft(self._target.embed(tree.tokens), self._cache, tree.ancestor_mask(), tree.depths)
 
     def _logits(self, states: Tensor) -> Tensor:
         return self._target.lm_head(states) if self._output_rows is None else linear(states, *self._output_rows)

@@ -154,19 +154,22 @@ class BlockDraftHead(nn.Module):
         projected = self._project_context(features, rotation)
         cache.append(torch.stack([torch.stack(pair) for pair in projected]), counts)
 
-    def draft(self, block_embeds: Tensor, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
-        """Runs one block per row behind its cached context.
+    def draft(self, block_embeds: Tensor, cache: HeadCache, in_block_mask: Tensor, depths: Tensor | None = None) -> Tensor:
+        """Runs one block, or one tree of tokens, per row behind its cached context.
 
         Args:
-            block_embeds: float [B, T, H], embeddings of root and mask tokens; T may be below the block size.
+            block_embeds: float [B, T, H], embeddings of root and mask tokens, or of the nodes of a tree; for blocks T may
+                be below the block size.
             cache: the rows' context; the root's position is the row's length.
-            in_block_mask: bool [T, T], which block positions see each other.
+            in_block_mask: bool [T, T] or [B, T, T], which slots see each other.
+            depths: int64 [B, T], places of the slots behind the root; 0, 1, 2, ... when absent.
 
         Returns:
-            float [B, T, H], final-normed hidden states; position i predicts the token at root + i.
+            float [B, T, H], final-normed hidden states. A masked slot i of a block predicts the token at root + i; a slot
+            that holds a token predicts the next one, if the head has refinement.
         """
         size = block_embeds.shape[1]
-        rotation = self._rotary(self._positions(cache, size), block_embeds.dtype)
+        rotation = self._rotary(self._positions(cache, size, depths), block_embeds.dtype)
         cache.reserve(size)
         attend = self._decode_attention(cache, in_block_mask)
         states = block_embeds
@@ -220,21 +223,22 @@ class BlockDraftHead(nn.Module):
         fused = self.hidden_norm(self.fc(features))
         return [cast(DraftLayer, layer).self_attn.project(fused, rotation) for layer in self.layers]
 
-    def _positions(self, cache: HeadCache, num_tokens: int) -> Tensor:
+    def _positions(self, cache: HeadCache, num_tokens: int, depths: Tensor | None = None) -> Tensor:
         device = self.fc.weight.device
         starts = torch.tensor(cache.lengths, device=device)
-        return starts[:, None] + torch.arange(num_tokens, device=device)
+        return starts[:, None] + (torch.arange(num_tokens, device=device) if depths is None else depths)
 
     def _decode_attention(self, cache: HeadCache, in_block_mask: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """Attention of a layer over its cached context and the block: a block is a special tree behind a prefix."""
         if dispatch.runs_kernels(in_block_mask):
-            rows, size = len(cache.lengths), len(in_block_mask)
+            rows, size = len(cache.lengths), in_block_mask.shape[-1]
             counts = torch.arange(rows + 1, dtype=torch.int32, device=in_block_mask.device)
             packed: dict[str, Any] = {
-                "bits": pack_bits(in_block_mask).repeat(rows, 1),
+                "bits": pack_bits(in_block_mask).expand(rows, size, -1).flatten(0, 1),
                 "row_starts": counts * size,
                 "prefix_lens": torch.tensor(cache.lengths, dtype=torch.int32, device=in_block_mask.device),
-                "depths": torch.arange(size, dtype=torch.int32, device=in_block_mask.device).repeat(rows),
+                # Read for windows alone, which heads do not have.
+                "depths": torch.zeros(rows * size, dtype=torch.int32, device=in_block_mask.device),
                 "max_nodes": size,
                 "max_prefix": max(cache.lengths),
             }
@@ -250,12 +254,13 @@ class BlockDraftHead(nn.Module):
 
     def _decode_mask(self, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
         """Returns bool [B, 1, T, longest context + T]; row b's block begins at its own length."""
-        size, longest, rows, device = len(in_block_mask), max(cache.lengths), len(cache.lengths), in_block_mask.device
+        rows, size, longest, device = len(cache.lengths), in_block_mask.shape[-1], max(cache.lengths), in_block_mask.device
+        block = in_block_mask.expand(rows, size, size)
         if not cache.is_ragged:
-            context = in_block_mask.new_ones(size, longest)
-            return torch.cat([context, in_block_mask], dim=-1).expand(rows, 1, -1, -1)
+            return torch.cat([block.new_ones(rows, size, longest), block], dim=-1)[:, None]
         places = torch.arange(longest + size, device=device) - torch.tensor(cache.lengths, device=device)[:, None]
-        block = in_block_mask[:, places.clamp(0, size - 1)].transpose(0, 1) & (places >= 0)[:, None] & (places < size)[:, None]
+        inside = ((places >= 0) & (places < size))[:, None]
+        block = block.gather(2, places.clamp(0, size - 1)[:, None].expand(-1, size, -1)) & inside
         return (block | (places < 0)[:, None])[:, None]
 
     def _check_features(self, features: Tensor) -> None:

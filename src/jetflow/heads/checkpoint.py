@@ -136,6 +136,7 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         rope_parameters=_rope(sizes),
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
         attention_bias=sizes.get("attention_bias", False),
+        refinement=raw.get("jetflow_refinement", False),
         **(raw.get("jetflow_correction") or {}),
     )
 
@@ -178,14 +179,16 @@ def write_config(config: DraftHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
-        **_written_correction(config),
+        **_own_settings(config),
     }
 
 
-def _written_correction(config: DraftHeadConfig) -> dict[str, Any]:
-    if config.correction is None:
-        return {}
-    return {"jetflow_correction": {"correction": config.correction, "correction_rank": config.correction_rank}}
+def _own_settings(config: DraftHeadConfig) -> dict[str, Any]:
+    """What other loaders need not know, as the head is a plain one without it."""
+    own: dict[str, Any] = {"jetflow_refinement": True} if config.refinement else {}
+    if config.correction is not None:
+        own["jetflow_correction"] = {"correction": config.correction, "correction_rank": config.correction_rank}
+    return own
 
 
 def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:

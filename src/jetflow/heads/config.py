@@ -33,6 +33,7 @@ class DraftHeadConfig:
         attention_bias: whether the attention projections have biases.
         correction: what a node's own path adds to its law, `pairwise`, `gated` or `recurrent`; None for nothing.
         correction_rank: numbers that the correction makes of a path.
+        refinement: whether slots that hold a token predict the next one, for a second pass over the nodes of a tree.
 
     Raises:
         ValueError: a rule between these is broken; the message names the key, the rule and the value.
@@ -57,6 +58,7 @@ class DraftHeadConfig:
     attention_bias: bool = False
     correction: str | None = None
     correction_rank: int = 128
+    refinement: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -75,6 +77,8 @@ class DraftHeadConfig:
         wrong = [tap for tap in self.taps if not 0 <= tap < self.num_target_layers]
         if wrong:
             raise ValueError(f"taps={self.taps}: layer {wrong[0]} must be in [0, {self.num_target_layers})")
+        if self.refinement and not self.causal:
+            raise ValueError("refinement=True needs causal=True: in a bidirectional block a slot sees the token it predicts")
         if "rope_theta" not in self.rope_parameters:
             raise ValueError(f"rope_parameters must hold rope_theta, got {dict(self.rope_parameters)}")
 
@@ -90,6 +94,7 @@ class DraftHeadConfig:
         causal: bool = True,
         correction: str | None = None,
         correction_rank: int = 128,
+        refinement: bool = False,
     ) -> DraftHeadConfig:
         """Derives a head's sizes from the config of a transformers model.
 
@@ -102,6 +107,7 @@ class DraftHeadConfig:
             causal: in-block attention.
             correction: kind of correction.
             correction_rank: its rank.
+            refinement: slots that hold a token predict the next one.
         """
         depth, width = target_config.num_hidden_layers, target_config.hidden_size
         heads = target_config.num_attention_heads
@@ -124,6 +130,7 @@ class DraftHeadConfig:
             max_position_embeddings=target_config.max_position_embeddings,
             correction=correction,
             correction_rank=correction_rank,
+            refinement=refinement,
         )
 
 

@@ -16,6 +16,7 @@ from jetflow import masks
 from jetflow.losses import exponential_position_weights, weighted_mean
 from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
+from jetflow.training.blocks import block_tokens, predicting_slots, previous_embeds, visible_prefixes
 from jetflow.training.chunked import chunked_sum
 from jetflow.training.vocabulary import SampledVocabulary, VocabularySample
 
@@ -59,6 +60,8 @@ class TeacherStates(NamedTuple):
 class StepOutput(NamedTuple):
     """Loss and metrics of one pass. Everything but `loss` is detached.
 
+    The metrics are about blocks whose tokens are all masked; a head with refinement learns from filled ones, too.
+
     To accumulate over micro-batches without a mean of means, call `(out.loss * out.weight_sum).backward()` for each,
     then divide the gradients by the sum of all `weight_sum`.
 
@@ -68,11 +71,11 @@ class StepOutput(NamedTuple):
         accuracy_by_depth: float32 [D], share of the supervised slots at each depth whose draft argmax is the label;
             0 for a depth without slots.
         num_slots_by_depth: int64 [D], supervised slots at each depth.
-        expected_acceptance_length: float32 scalar, mean over valid anchors of `1 + sum_d prod_{j <= d} q_j(label_j)`,
+        expected_acceptance_length: float32 scalar, mean over these anchors of `1 + sum_d prod_{j <= d} q_j(label_j)`,
             where q_j is the draft's law in slot j and the sum ends with the anchor's supervised slots. It is the
             acceptance length to expect of a chain that is sampled from the draft when the target would write the
             labels; 0 without valid anchors.
-        num_anchors: int64 scalar, valid anchors.
+        num_anchors: int64 scalar, valid anchors of these blocks.
     """
 
     loss: Tensor
@@ -93,8 +96,9 @@ class StepSettings(NamedTuple):
         mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
         chunk_size: slots whose logits exist at a time.
         vocabulary: compares over a sample of the vocabulary; over all of it when absent.
-        marginal_share: share of the blocks that a head with a correction learns without it, so that its plain laws, which
-            choose the candidates of each depth, stay good laws.
+        marginal_share: share of the masked blocks that a head with a correction learns without it, so that its plain laws,
+            which choose the candidates of each depth, stay good laws.
+        filled_share: share of the blocks that show true tokens to a head with refinement; see `visible_prefixes`.
     """
 
     loss: Loss
@@ -103,6 +107,7 @@ class StepSettings(NamedTuple):
     chunk_size: int = 1024
     vocabulary: SampledVocabulary | None = None
     marginal_share: float = 0.25
+    filled_share: float = 0.5
 
 
 def draft_loss(
@@ -127,7 +132,7 @@ def draft_loss(
         loss: compares draft and target laws in each slot, such as `ForwardKL()`.
         num_anchors: A, anchors drawn per sequence (all possible ones where a sequence has fewer).
         decay_rate: see `StepSettings`.
-        generator: source of the anchors' randomness.
+        generator: source of randomness.
         mask_form: see `StepSettings`.
 
     Returns:
@@ -142,7 +147,7 @@ def draft_loss(
     """
     anchors, valid = sample_anchors(batch.loss_mask, num_anchors, generator)
     settings = StepSettings(loss, decay_rate, mask_form)
-    return block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings)
+    return block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings, generator=generator)
 
 
 def block_loss(
@@ -158,8 +163,8 @@ def block_loss(
 ) -> StepOutput:
     """Computes the loss of the blocks at given anchors; `draft_loss` with the choice of anchors left to the caller.
 
-    Slot i of the block at anchor a is taught the target's law at position a + i - 1, that of the token at a + i. Slots
-    beyond the supervised span that follows the anchor do not count.
+    The slot that predicts the token at a + i in the block at anchor a, slot i where it is masked, is taught the target's
+    law at position a + i - 1. Tokens beyond the supervised span that follows the anchor do not count.
 
     Args:
         head: the head to train, or a wrapper of it that has its `config`.
@@ -169,13 +174,13 @@ def block_loss(
         valid: bool [B, A]; other anchors do not count.
         settings: loss, weights and how they are computed.
         states: the target's states for this batch; computed when absent.
-        generator: draws the sample of the vocabulary; on the CPU.
+        generator: draws which blocks show tokens and the sample of the vocabulary; on the CPU.
 
     Returns:
         The loss and its metrics.
 
     Raises:
-        ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, or `marginal_share` is not in [0, 1].
+        ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, or a share is not in [0, 1].
     """
     if not 0 <= settings.marginal_share <= 1:
         raise ValueError(f"marginal_share must be in [0, 1], got {settings.marginal_share}")
@@ -192,11 +197,17 @@ def block_loss(
     if states is None:
         states = TeacherStates(*target.features(batch.token_ids, head.config.taps, batch.document_ids))
 
-    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, settings.mask_form)
+    visible = anchors.new_zeros(anchors.shape[1])
+    if head.config.refinement:
+        drawn = visible_prefixes(anchors.shape[1], block_size, settings.filled_share, generator)
+        visible = drawn.to(anchors.device)
+    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, visible, settings.mask_form)
     dtype = next(head.parameters()).dtype
     path: dict[str, Tensor] = {}
     if head.config.correction is not None:
-        path["previous_embeds"] = _previous_embeds(target, batch, anchors, block_size, settings.marginal_share).to(dtype)
+        share = settings.marginal_share
+        embeds = previous_embeds(target, batch.token_ids, anchors, visible, block_size=block_size, marginal_share=share)
+        path["previous_embeds"] = embeds.to(dtype)
     hidden = head(block_embeds.to(dtype), states.features.to(dtype), positions, mask, **path).unflatten(1, (-1, block_size))
     sample = settings.vocabulary.sample(labels, generator) if settings.vocabulary else None
     lm_head = _FrozenLMHead(target, sample)
@@ -217,13 +228,14 @@ def block_loss(
             probs = (label_logits - draft_logits.float().logsumexp(-1)).exp()
         return (values * weights[places]).sum(), torch.stack([hits.float(), probs], dim=-1)
 
-    total, statistics = chunked_sum(hidden[rows, blocks, depths + 1], loss_of_chunk, settings.chunk_size)
+    predicting = hidden[rows, blocks, predicting_slots(blocks, depths, visible)]
+    total, statistics = chunked_sum(predicting, loss_of_chunk, settings.chunk_size)
     weight_sum = weights.sum()
+    masked = visible == 0
     return StepOutput(
         loss=total / torch.where(weight_sum > 0, weight_sum, 1.0),
         weight_sum=weight_sum,
-        num_anchors=valid.sum(),
-        **slot_metrics(statistics, slots, valid),
+        **slot_metrics(statistics[masked[blocks]], slots & masked[:, None], valid & masked),
     )
 
 
@@ -237,37 +249,22 @@ def slot_metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, 
         "accuracy_by_depth": hits / num_slots_by_depth.clamp(min=1),
         "num_slots_by_depth": num_slots_by_depth,
         "expected_acceptance_length": weighted_mean(1 + path_probs.sum(-1), valid.float()),
+        "num_anchors": valid.sum(),
     }
 
 
 def _packed_blocks(
-    config: DraftHeadConfig, target: Target, batch: Batch, anchors: Tensor, mask_form: MaskForm
+    config: DraftHeadConfig, target: Target, batch: Batch, anchors: Tensor, visible: Tensor, mask_form: MaskForm
 ) -> tuple[Tensor, Tensor, Tensor | BlockMask]:
-    """Lays out blocks `[token at anchor, MASK, ...]`: embeddings [B, A * T, H], positions [B, A * T] and the mask."""
-    token_ids = batch.token_ids
-    rows, length = token_ids.shape
+    """Lays out the blocks: embeddings [B, A * T, H], positions [B, A * T] and the mask."""
+    rows, length = batch.token_ids.shape
     num_anchors, size = anchors.shape[1], config.block_size
-    block_ids = token_ids.new_full((rows, num_anchors, size), config.mask_token_id)
-    block_ids[:, :, 0] = token_ids.gather(1, anchors)
     with torch.no_grad():
-        block_embeds = target.embed(block_ids.flatten(1))
+        block_embeds = target.embed(block_tokens(batch.token_ids, anchors, visible, config).flatten(1))
     positions = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
     rule = masks.anchor_blocks(anchors, size, length, causal=config.causal, document_ids=batch.document_ids)
     queries = num_anchors * size
     return block_embeds, positions, mask_form(rule, rows, 1, queries, length + queries, device=anchors.device)
-
-
-@torch.no_grad()
-def _previous_embeds(target: Target, batch: Batch, anchors: Tensor, block_size: int, marginal_share: float) -> Tensor:
-    """Embeddings [B, A * T, H] of the true token before each slot's; zeros in the anchor's slot and in marginal blocks."""
-    slots = torch.arange(block_size, device=anchors.device)
-    places = (anchors.unsqueeze(-1) + slots - 1).clamp(0, batch.token_ids.shape[1] - 1).flatten(1)
-    embeds = target.embed(batch.token_ids.gather(1, places))
-    # Spread evenly over the anchors, which are drawn at random, whatever the number of rows that run together.
-    order = torch.arange(anchors.shape[1] + 1, device=anchors.device, dtype=torch.float64)
-    marginal = (order[1:] * marginal_share).floor() > (order[:-1] * marginal_share).floor()
-    known = (slots > 0) & ~marginal[:, None]
-    return embeds * known.flatten()[:, None]
 
 
 class _FrozenLMHead:

@@ -22,6 +22,7 @@ def warm_start(
     mask_token_id: int | None = None,
     correction: str | None = None,
     correction_rank: int | None = None,
+    refinement: bool | None = None,
 ) -> BlockDraftHead:
     """Returns a new head that holds the weights of `head` as far as they fit what is asked for.
 
@@ -39,6 +40,7 @@ def warm_start(
         mask_token_id: token that fills the positions to draft.
         correction: kind of correction; one that `head` does not have starts at zero.
         correction_rank: its rank.
+        refinement: slots that hold a token predict the next one.
 
     Raises:
         ValueError: the widths of head and target differ, or more layers are asked for than `head` has.
@@ -63,6 +65,7 @@ def warm_start(
             mask_token_id=old.mask_token_id if mask_token_id is None else mask_token_id,
             correction=old.correction if correction is None else correction,
             correction_rank=old.correction_rank if correction_rank is None else correction_rank,
+            refinement=old.refinement if refinement is None else refinement,
             vocab_size=target.vocab_size,
             num_target_layers=target.num_layers,
             rope_parameters=dict(target.config.rope_parameters),
