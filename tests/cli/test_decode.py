@@ -129,7 +129,7 @@ def test_demo_compares_the_texts(pair, capsys):
         (["generate", "--target", "T", "--prompt", "x", "--head", "h", "--drafter", "lookup"], "exclude each other"),
         (
             ["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--width", "3"],
-            "--expander, --width and --frequent-tokens are for heads",
+            "--expander, --width, --frequent-tokens and --passes are for heads",
         ),
         (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--budget", "0"], "budget must be at least 1"),
         (["generate", "--target", "T", "--prompt", "", "--drafter", "lookup"], "at least one token"),

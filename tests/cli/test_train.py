@@ -285,3 +285,34 @@ def test_muon_needs_whole_matrices(tmp_path, answers, capsys):
     text = "optimizer = 'muon'\n" + RECIPE.replace("steps = 4", "steps = 4\nshard_head = true")
     assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
     assert "shard_head does not go with optimizer muon" in capsys.readouterr().err
+
+
+def test_a_head_for_two_passes_from_its_recipe_to_its_text(tmp_path, answers, capsys):
+    text = RECIPE.replace("block_size = 4", 'block_size = 4\nrefinement = true\ncorrection = "gated"\ncorrection_rank = 8')
+    text = text.replace("num_anchors = 8", "num_anchors = 8\nfilled_share = 0.4").replace(
+        "per_file = 2", "per_file = 1\npasses = 2"
+    )
+    recipe = write_recipe(tmp_path, answers, text, steps=2, checkpoint_every=2)
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    head = tmp_path / "run" / "head"
+    assert load_head(head).config.refinement
+    assert "passes=2" in (head / "README.md").read_text()
+    capsys.readouterr()
+    arguments = [
+        "--target",
+        str(PAIR / "target"),
+        "--prompt",
+        "Tom has 3",
+        "--max-new-tokens",
+        "8",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    assert main(["generate", *arguments, "--head", str(head), "--passes", "2"]) == 0
+    two_passes = json.loads(capsys.readouterr().out)
+    assert main(["generate", *arguments, "--drafter", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == two_passes["token_ids"]
+    # The published head of the tiny pair knows nothing of it.
+    assert main(["generate", *arguments, "--head", str(PAIR / "head"), "--passes", "2"]) == 2
+    assert "passes=2 needs a head that was trained with refinement=True" in capsys.readouterr().err

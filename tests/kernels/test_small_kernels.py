@@ -158,6 +158,23 @@ def test_a_block_is_a_special_tree_behind_its_context(monkeypatch, causal):
 
 
 @interpreted
+@torch.no_grad()
+def test_the_head_reads_different_trees_behind_their_contexts(monkeypatch):
+    """As in a second pass: rows with trees of their own, by the kernel and by the plain path."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "block_size": 6, "mask_token_id": 60, "taps": (0, 1, 3), "refinement": True}
+    head = BlockDraftHead(DraftHeadConfig.for_target(make_model("qwen3").config, **sizes)).eval()
+    features, nodes, trees = torch.randn(3, 9, 96), torch.randn(3, 7, 32), random_trees(3, 7, 30, torch.Generator())
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor, on=kernels: on)
+        cache = head.new_cache(3)
+        head.extend_context(cache, features, [9, 0, 4])
+        found.append(head.draft(nodes, cache, trees.ancestor_mask(), trees.depths))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
+@interpreted
 @pytest.mark.parametrize("paged", [False, True])
 def test_decoding_by_kernels_gives_the_text_of_the_plain_path(monkeypatch, paged):
     """As on a GPU: top tokens, walk and commit by kernels, over contiguous and paged memory."""

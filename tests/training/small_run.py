@@ -54,12 +54,12 @@ def small_rows(**changes):
     return TrainingRows(small_examples(), **given)
 
 
-def small_trainer(folder, *, rows=None, steps=6, step_settings=None, accelerator=None, **changes):
+def small_trainer(folder, *, rows=None, steps=6, step_settings=None, accelerator=None, refinement=False, **changes):
     target = small_target()
     given = {"rows_per_pass": 8, "learning_rate": 1e-2, "warmup_steps": 2, "precision": "float32", "checkpoint_every": 2}
     settings = TrainSettings(**({"steps": steps, "seed": 3} | given | changes))
     return Trainer(
-        small_head(target), target, rows or small_rows(), folder=Path(folder), settings=settings,
+        small_head(target, refinement=refinement), target, rows or small_rows(), folder=Path(folder), settings=settings,
         step_settings=step_settings or StepSettings(ForwardKL()), accelerator=accelerator or Accelerator(cpu=True),
     )  # fmt: skip
 

@@ -72,11 +72,13 @@ def test_loss_falls_and_every_parameter_moves(tmp_path):
     assert trainer.head.training
 
 
+@pytest.mark.parametrize("refinement", [False, True], ids=["plain", "refinement"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_accumulation_equals_the_big_batch(tmp_path, pack):
+def test_accumulation_equals_the_big_batch(tmp_path, pack, refinement):
     grads, losses = [], []
     for size in (8, 4, 1):
-        trainer = small_trainer(tmp_path, rows=small_rows(pack=pack), rows_per_pass=size, clip_norm=1e9, steps=1)
+        given = {"rows": small_rows(pack=pack), "rows_per_pass": size, "refinement": refinement}
+        trainer = small_trainer(tmp_path, **given, clip_norm=1e9, steps=1)
         kept = []
 
         def keep(closure=None, trainer=trainer, kept=kept):

@@ -32,6 +32,7 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--methods", nargs="+", choices=METHODS, default=["plain", "head"])
     bench.add_argument("--budgets", type=int, nargs="+", default=[16], help="nodes per tree, root included (default 16)")
     bench.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
+    bench.add_argument("--passes", type=int, default=1, help="of the head per tree; more than one needs refinement")
     bench.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     bench.add_argument("--max-new-tokens", type=int, default=128)
     bench.add_argument("--seed", type=int, default=0)
@@ -119,6 +120,7 @@ def _measure(args: argparse.Namespace) -> None:
         "temperature": args.temperature,
         "templates": args.templates,
         "frequent_tokens": args.frequent_tokens,
+        "passes": args.passes,
         "max_new_tokens": args.max_new_tokens,
         "seed": args.seed,
         "versions": {name: version(name) for name in ("jetflow", "torch", "transformers")},
@@ -152,7 +154,7 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
             raise ValueError("--methods head and merged need --head")
         vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
         head = load_head(args.head, dtype=target.dtype, device=args.device)
-        drafters["head"] = ParallelDrafter(head, target, vocabulary=vocabulary)
+        drafters["head"] = ParallelDrafter(head, target, vocabulary=vocabulary, passes=args.passes)
         # Methods take turns, and a drafter forgets at the start of each text, so that one serves both.
         drafters["merged"] = MergedDrafter([drafters["head"], PromptLookupDrafter()], [0.7, 0.3])
     drafters["lookup"] = PromptLookupDrafter()

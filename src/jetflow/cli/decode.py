@@ -57,6 +57,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expander", choices=["best-first", "fanout", "beam", "chain"], default="best-first")
     parser.add_argument("--width", type=int, help="children per node (fanout) or nodes per level (beam)")
     parser.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
+    parser.add_argument("--passes", type=int, default=1, help="of the head per tree; more than one needs refinement")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="sdpa", help="transformers' attention for the prompt, or triton for tree passes")
@@ -166,16 +167,20 @@ def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
     from jetflow.trees.sampling import ChildSampling
 
     if args.head is None:
-        if args.expander != "best-first" or args.width is not None or args.frequent_tokens is not None:
-            raise ValueError("--expander, --width and --frequent-tokens are for heads; prompt lookup builds its own tree")
+        given = args.expander != "best-first" or args.width is not None or args.frequent_tokens is not None
+        if given or args.passes != 1:
+            raise ValueError(
+                "--expander, --width, --frequent-tokens and --passes are for heads; prompt lookup builds its own tree"
+            )
         return PromptLookupDrafter()
     head = load_head(args.head, dtype=target.dtype, device=args.device)
     vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(args.head, args.frequent_tokens)
+    options: dict[str, Any] = {"vocabulary": vocabulary, "passes": args.passes}
     if getattr(args, "rule", "match") == "match":
-        return ParallelDrafter(head, target, _expander(args), vocabulary=vocabulary)
+        return ParallelDrafter(head, target, _expander(args), **options)
     # The draft's law at the target's temperature, slots chosen without a look at what was drawn into them.
     sampling = ChildSampling(args.temperature)
-    return ParallelDrafter(head, target, BestFirst(AcceptanceTable()), vocabulary=vocabulary, sampling=sampling)
+    return ParallelDrafter(head, target, BestFirst(AcceptanceTable()), sampling=sampling, **options)
 
 
 def _expander(args: argparse.Namespace) -> TreeExpander:

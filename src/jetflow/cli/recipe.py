@@ -76,6 +76,7 @@ class EvaluationSection:
     per_file: int = 4
     budgets: list[int] = field(default_factory=lambda: [16, 64])
     max_new_tokens: int = 128
+    passes: int = 1
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,9 @@ def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) 
     def evaluate(step: int, head: BlockDraftHead) -> None:
         begin = time.perf_counter()
         section = recipe.evaluation
-        reports = measure_tau(head, target, prompts, budgets=section.budgets, max_new_tokens=section.max_new_tokens)
+        reports = measure_tau(
+            head, target, prompts, budgets=section.budgets, max_new_tokens=section.max_new_tokens, passes=section.passes
+        )
         log.on_evaluation(step, reports, time.perf_counter() - begin)
 
     if prompts:

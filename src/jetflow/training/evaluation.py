@@ -21,7 +21,13 @@ class TauReport(NamedTuple):
 
 
 def measure_tau(
-    head: BlockDraftHead, target: Target, prompts: Sequence[Sequence[int]], *, budgets: Sequence[int], max_new_tokens: int
+    head: BlockDraftHead,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    budgets: Sequence[int],
+    max_new_tokens: int,
+    passes: int = 1,
 ) -> list[TauReport]:
     """Decodes prompts greedily with best-first trees of each budget.
 
@@ -31,13 +37,14 @@ def measure_tau(
         prompts: token ids of each prompt.
         budgets: nodes per tree, root included.
         max_new_tokens: most new tokens per prompt.
+        passes: of the head per tree.
 
     Raises:
-        ValueError: there are no prompts, or head and target do not fit.
+        ValueError: there are no prompts, head and target do not fit, or the head has no refinement for the passes.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    drafter = ParallelDrafter(head, target)
+    drafter = ParallelDrafter(head, target, passes=passes)
     reports = []
     for budget in budgets:
         decoder = SpeculativeDecoder(target, drafter, budget=budget)

@@ -125,6 +125,8 @@ def _card(facts: RunFacts, result: Mapping[str, Any]) -> str:
     if head.correction is not None:
         kind_and_rank = f"{head.correction} correction of rank {head.correction_rank}"
         correction = f"\nA {kind_and_rank} lies in `correction/`; other loaders find the plain head."
+    if head.refinement:
+        correction += "\nIt was trained for refinement: `ParallelDrafter(head, target, passes=2)` reads its own trees."
     tokens, hours = f"{facts.num_tokens / 1e6:.2f} million tokens", f"{facts.seconds / 3600:.1f} hours"
     return f"""# A JetFlow draft head for {facts.target}
 
