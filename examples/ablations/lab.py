@@ -62,6 +62,7 @@ class HeadSpec:
         loss: name of a loss as in recipes.
         decay_rate: slots after which a slot's weight falls by e; 0 for none.
         marginal_share: blocks that a head with a correction learns without it.
+        refinement: half of the blocks show true tokens, so that further passes can read the nodes of a tree.
         data: who wrote the answers: `greedy` or `sampled` (the target itself) or `corpus`.
         rate: factor on the learning rates of `examples/tiny_loop.py`.
         steps: optimizer steps; the laboratory's own number when absent.
@@ -71,7 +72,8 @@ class HeadSpec:
     correction: str | None = None
     loss: str = "forward-kl"
     decay_rate: float = 0.0
-    marginal_share: float = 0.25
+    marginal_share: float = 0.0
+    refinement: bool = False
     data: str = "greedy"
     rate: float = 1.0
     steps: int | None = None
@@ -115,9 +117,9 @@ class Lab:
     heldout: Path | None = None
     dtype: str = "float32"
     device: str = "cpu"
-    steps: int = 400
+    steps: int = 300
     num_answers: int = 4000
-    num_heldout: int = 80
+    num_heldout: int = 60
     max_new_tokens: int = 160
     rows_per_step: int = 16
     num_anchors: int = 8
@@ -166,10 +168,14 @@ class Lab:
 
     def _folder(self, spec: HeadSpec, seed: int) -> Path:
         """Where a head lies; what does not change its training does not change its name."""
-        shared = {key: value for key, value in asdict(self).items() if key not in ("work", "num_heldout", "heldout")}
         named = {key: value for key, value in asdict(spec).items() if value != getattr(HeadSpec(), key)}
-        key = hashlib.sha256(json.dumps([named, shared, seed], default=str, sort_keys=True).encode()).hexdigest()[:12]
-        return self.work / "heads" / key
+        names = [key for key in asdict(self) if key not in ("work", "num_heldout", "heldout", "device")]
+        return self._file("head", json.dumps([named, seed], sort_keys=True), *names)
+
+    def _file(self, kind: str, extra: str, *settings: str) -> Path:
+        """A path in the work folder that is another one for other values of the named settings."""
+        key = json.dumps([extra, *(str(getattr(self, name)) for name in settings)])
+        return self.work / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
     def _train(self, spec: HeadSpec, seed: int, folder: Path) -> None:
         torch.manual_seed(seed)
@@ -177,7 +183,7 @@ class Lab:
         head = BlockDraftHead(
             DraftHeadConfig.for_target(
                 self.target.config, mask_token_id=self._mask_token, causal=spec.causal, correction=spec.correction,
-                correction_rank=64, **sizes,
+                correction_rank=64, refinement=spec.refinement, **sizes,
             )
         ).to(self.device)  # fmt: skip
         settings = StepSettings(LOSSES[spec.loss], spec.decay_rate, marginal_share=spec.marginal_share)
@@ -186,11 +192,13 @@ class Lab:
         def loss_of() -> tuple[Tensor, str]:
             batch, states = next(stream)
             anchors, valid = sample_anchors(batch.loss_mask, self.num_anchors, generator)
-            out = block_loss(head, self.target, batch, anchors=anchors, valid=valid, settings=settings, states=states)
+            out = block_loss(
+                head, self.target, batch, anchors=anchors, valid=valid, settings=settings, states=states, generator=generator
+            )
             return out.loss, f"  expected acceptance length {out.expected_acceptance_length.item():.2f}"
 
         steps = self.steps if spec.steps is None else spec.steps
-        train(head, steps, lambda done: spec.rate * (0.5 + 0.5 * math.cos(math.pi * done)), loss_of)
+        train(head, steps, lambda done: spec.rate * (0.5 + 0.5 * math.cos(math.pi * done)), loss_of, warmup=15)
         # A name appears when the head is whole.
         save_head(head, folder.with_suffix(".part"))
         folder.with_suffix(".part").rename(folder)
@@ -210,7 +218,7 @@ class Lab:
     @cache  # noqa: B019
     def states(self, data: str) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
         """Answers and the target's states over them, bfloat16."""
-        path = self.work / f"{data}.pt"
+        path = self._file(data, "pt", "target_name", "prompts", "num_answers", "max_new_tokens", "taps", "num_layers", "dtype")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = self._answer(self.asked("train"), data)
@@ -228,7 +236,8 @@ class Lab:
 
     def texts(self, temperature: float) -> list[Text]:
         """The target's own answers to the held-out prompts."""
-        path = self.work / f"heldout-{temperature:g}.pt"
+        names = ("target_name", "heldout", "num_heldout", "max_new_tokens", "dtype")
+        path = self._file(f"heldout-{temperature:g}", "pt", *names)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(self._answer(self.asked("heldout"), "sampled" if temperature else "greedy", temperature or 1.0), path)
@@ -278,7 +287,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2, help="heads that train side by side, one thread each")
     parser.add_argument("--work-dir", type=Path, help="what has been computed; runs/lab when absent")
     parser.add_argument("--out", type=Path, help="folder of the results; results/ablations, or nowhere for --smoke")
