@@ -22,6 +22,7 @@ _HOMES = {
     "jetflow.decoding": ("SpeculativeDecoder",),
     "jetflow.drafters.draft_model": ("DraftModelDrafter",),
     "jetflow.drafters.eagle": ("EagleDrafter",),
+    "jetflow.drafters.head": ("head_drafter",),
     "jetflow.drafters.merged": ("MergedDrafter",),
     "jetflow.drafters.parallel": ("ParallelDrafter",),
     "jetflow.drafters.prompt_lookup": ("PromptLookupDrafter",),

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jetflow.benchmark.compare import MethodResult, compare
 from jetflow.decoding import SpeculativeDecoder
-from jetflow.drafters.parallel import ParallelDrafter
+from jetflow.drafters.head import head_drafter
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.heads.checkpoint import load_head
 from jetflow.results import Round
@@ -104,7 +104,7 @@ def tiny_decoders(models: Path, budgets: list[int]) -> tuple[Target, dict[str, S
     """Loads the tiny pair in float32; plain decoding comes first, then prompt lookup, then JetFlow at each budget."""
     target = Target.from_pretrained(str(models / "target"), dtype=torch.float32)
     lookup = PromptLookupDrafter()
-    drafter = ParallelDrafter(load_head(models / "head", dtype=torch.float32), target)
+    drafter = head_drafter(load_head(models / "head", dtype=torch.float32), target)
     decoders = {
         "autoregressive": SpeculativeDecoder(target, lookup, budget=1),
         "prompt lookup": SpeculativeDecoder(target, lookup, budget=8),

@@ -163,6 +163,6 @@ def test_what_is_missing_is_named(data, tmp_path, capsys):
     assert "--data is needed to measure" in capsys.readouterr().err
     arguments = ["bench", "--target", str(TINY / "target"), "--data", *data, "--out", str(tmp_path / "x.jsonl")]
     assert main([*arguments, "--methods", "head"]) == 2
-    assert "--methods head and merged need --head" in capsys.readouterr().err
+    assert "--methods head needs --head" in capsys.readouterr().err
     assert main([*arguments, "--methods", "draft"]) == 2
     assert "--methods draft and hf-assisted need --draft" in capsys.readouterr().err

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jetflow.benchmark.methods import Method
     from jetflow.targets import Target
 
-METHODS = ("plain", "head", "lookup", "merged", "draft", "hf", "hf-lookup", "hf-assisted")
+METHODS = ("plain", "head", "eagle", "lookup", "merged", "draft", "hf", "hf-lookup", "hf-assisted")
 
 
 def add_bench_command(commands: Any) -> None:
@@ -21,7 +21,9 @@ def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure methods against each other on benchmarks, or draw what was measured")
     bench.add_argument("--from", dest="sources", nargs="+", help="results files: draw them again, without a model")
     bench.add_argument("--target", help="folder or hub name of the target")
-    bench.add_argument("--head", help="folder or hub name of its draft head")
+    bench.add_argument(
+        "--head", help="folder or hub name of its draft head; method eagle needs an EAGLE-3 head, head and merged others"
+    )
     bench.add_argument("--draft", help="folder or hub name of a small model with the same tokenizer")
     bench.add_argument("--data", nargs="+", help="JSONL files or names of benchmarks on the hub")
     bench.add_argument("--count", type=int, default=16, help="rows of each (default 16)")
@@ -140,23 +142,31 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
     from jetflow.benchmark.methods import DecoderMethod, HuggingFaceMethod
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.drafters.draft_model import DraftModelDrafter
+    from jetflow.drafters.head import head_drafter
     from jetflow.drafters.merged import MergedDrafter
-    from jetflow.drafters.parallel import ParallelDrafter
     from jetflow.drafters.prompt_lookup import PromptLookupDrafter
     from jetflow.heads.checkpoint import load_frequent_tokens, load_head
+    from jetflow.heads.eagle_head import EagleHead
     from jetflow.targets import Target as AnyTarget
 
     acceptor = SamplingAcceptor(args.temperature)
     found: dict[str, Method] = {"plain": DecoderMethod(SpeculativeDecoder(target, PromptLookupDrafter(), acceptor, 1))}
     drafters: dict[str, Any] = {}
-    if {"head", "merged"} & set(args.methods):
+    of_head = [name for name in args.methods if name in ("head", "merged", "eagle")]
+    if of_head:
         if args.head is None:
-            raise ValueError("--methods head and merged need --head")
+            raise ValueError(f"--methods {of_head[0]} needs --head")
         vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
         head = load_head(args.head, dtype=target.dtype, device=args.device)
-        drafters["head"] = ParallelDrafter(head, target, vocabulary=vocabulary, passes=args.passes)
-        # Methods take turns, and a drafter forgets at the start of each text, so that one serves both.
-        drafters["merged"] = MergedDrafter([drafters["head"], PromptLookupDrafter()], [0.7, 0.3])
+        is_eagle = isinstance(head, EagleHead)
+        wrong = [name for name in of_head if (name == "eagle") != is_eagle]
+        if wrong:
+            kind = "an EAGLE-3 head, method eagle" if is_eagle else "no EAGLE-3 head"
+            raise ValueError(f"--methods {wrong[0]}: --head {args.head} is {kind}")
+        drafter = head_drafter(head, target, vocabulary=vocabulary, passes=args.passes)
+        # Methods take turns, and a drafter forgets at the start of each text, so that one serves all.
+        drafters["eagle" if is_eagle else "head"] = drafter
+        drafters["merged"] = MergedDrafter([drafter, PromptLookupDrafter()], [0.7, 0.3])
     drafters["lookup"] = PromptLookupDrafter()
     small = None
     if {"draft", "hf-assisted"} & set(args.methods):

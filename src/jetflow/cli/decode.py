@@ -159,7 +159,7 @@ def _decoder(args: argparse.Namespace, target: Target, acceptor: Any = None) -> 
 
 
 def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
-    from jetflow.drafters.parallel import ParallelDrafter
+    from jetflow.drafters.head import head_drafter
     from jetflow.drafters.prompt_lookup import PromptLookupDrafter
     from jetflow.heads.checkpoint import load_frequent_tokens, load_head
     from jetflow.scoring.acceptance_table import AcceptanceTable
@@ -177,10 +177,10 @@ def _drafter(args: argparse.Namespace, target: Target) -> Drafter:
     vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(args.head, args.frequent_tokens)
     options: dict[str, Any] = {"vocabulary": vocabulary, "passes": args.passes}
     if getattr(args, "rule", "match") == "match":
-        return ParallelDrafter(head, target, _expander(args), **options)
+        return head_drafter(head, target, _expander(args), **options)
     # The draft's law at the target's temperature, slots chosen without a look at what was drawn into them.
     sampling = ChildSampling(args.temperature)
-    return ParallelDrafter(head, target, BestFirst(AcceptanceTable()), sampling=sampling, **options)
+    return head_drafter(head, target, BestFirst(AcceptanceTable()), sampling=sampling, **options)
 
 
 def _expander(args: argparse.Namespace) -> TreeExpander:

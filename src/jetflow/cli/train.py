@@ -173,8 +173,13 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
     if section.start_from is not None:
         named = section.mask_token is not None or section.mask_token_id is not None
         mask_token_id = _mask_token_id(section, target.tokenizer) if named else None
+        start = load_head(section.start_from, dtype=torch.float32)
+        if not isinstance(start, BlockDraftHead):
+            raise ValueError(
+                f"[head] start_from={section.start_from!r} is an EAGLE-3 head; training starts from block heads only"
+            )
         return warm_start(
-            load_head(section.start_from, dtype=torch.float32), target, block_size=section.block_size,
+            start, target, block_size=section.block_size,
             num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
             correction=section.correction, correction_rank=section.correction_rank,
             refinement=section.refinement,

@@ -30,6 +30,7 @@ def _verify(args: argparse.Namespace) -> int:
     import torch
 
     from jetflow.certificate import certificate
+    from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.checkpoint import load_head
     from jetflow.targets import Target
     from jetflow.training.data import prompt_ids, read_conversations, user_turns
@@ -40,6 +41,8 @@ def _verify(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype)
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
     head = load_head(args.head, dtype=dtype, device=args.device)
+    if not isinstance(head, BlockDraftHead):
+        raise ValueError(f"--head {args.head} is an EAGLE-3 head; verify tests JetFlow and DFlash heads")
     prompts = []
     for one in islice(read_conversations(args.prompts_file), args.num_prompts):
         turns = user_turns(one.messages)[0]

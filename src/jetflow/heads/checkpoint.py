@@ -1,7 +1,8 @@
 """Loading and saving draft heads in the public checkpoint formats.
 
 Read: JetSpec, z-lab DFlash, NeMo, vLLM's spelling, and vLLM speculators, where the head is the plain DFlash backbone.
-Written: one folder that JetSpec and stock vLLM read, with the causal flag in every spelling.
+Written: one folder that JetSpec and stock vLLM read, with the causal flag in every spelling. EAGLE-3 heads have formats of
+their own, in `eagle_checkpoint`; `load_head` and `save_head` know both kinds.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
+from jetflow.heads.eagle_checkpoint import eagle_files, is_eagle_config, read_eagle_head
+from jetflow.heads.eagle_head import EagleHead
+from jetflow.heads.files import CORRECTION, WEIGHTS, head_folder, need, read_rope, read_tensors
 
-WEIGHTS, INDEX, FREQUENT = "model.safetensors", "model.safetensors.index.json", "frequent_tokens.json"
-# Folder of the correction, which is no part of the public format.
-CORRECTION = "correction"
+FREQUENT = "frequent_tokens.json"
 # Keys of corrections and copies that other heads of this family carry, and what they are.
 FOREIGN_TENSORS = {
     "prefix_gru": "Domino's recurrent correction",
@@ -37,8 +39,8 @@ FOREIGN_TENSORS = {
 
 def load_head(
     name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> BlockDraftHead:
-    """Loads a draft head from a local folder or from the hub.
+) -> BlockDraftHead | EagleHead:
+    """Loads a draft head from a local folder or from the hub; `config.json` says which kind it is.
 
     Args:
         name_or_path: folder or hub name.
@@ -47,37 +49,48 @@ def load_head(
 
     Raises:
         ValueError: the config lacks a key or contradicts itself, a tensor is missing, has the wrong shape, or belongs
-            to a correction that this head does not have. The message names the key.
+            to a correction that this head does not have, or a setting is not supported. The message names the key.
         OSError: nothing is found under the name.
     """
-    folder = _folder(str(name_or_path))
-    config = read_config(json.loads((folder / "config.json").read_text()))
+    folder = head_folder(str(name_or_path))
+    raw = json.loads((folder / "config.json").read_text())
+    if is_eagle_config(raw):
+        return read_eagle_head(raw, read_tensors(folder), dtype).to(device or "cpu").eval()
+    config = read_config(raw)
     with torch.device("meta"):
         head = BlockDraftHead(config)
-    tensors = _read_tensors(folder)
+    tensors = read_tensors(folder)
     if config.correction is not None:
-        tensors |= _read_tensors(folder / CORRECTION)
+        tensors |= read_tensors(folder / CORRECTION)
     tensors = _checked_tensors(head, tensors)
     head.load_state_dict({name: value.to(dtype or value.dtype) for name, value in tensors.items()}, assign=True)
     return head.to(device or "cpu").eval()
 
 
-def save_head(head: BlockDraftHead, directory: str | Path) -> None:
+def save_head(head: BlockDraftHead | EagleHead, directory: str | Path) -> None:
     """Writes `config.json` and `model.safetensors`; nothing of the target is in them.
 
-    A correction goes into a folder of its own, `correction`, so that other loaders find the plain head.
+    A block head's correction goes into a folder of its own, `correction`, so that other loaders find the plain head. An
+    EAGLE-3 head is written as vLLM, SGLang and SpecForge read it.
+
+    Raises:
+        ValueError: an EAGLE-3 head has a setting for which that format has no place.
     """
     from safetensors.torch import save_file
 
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.detach().contiguous().cpu() for name, value in head.state_dict().items()}
+    if isinstance(head, EagleHead):
+        settings, tensors = eagle_files(head)
+    else:
+        settings = write_config(head.config, head.fc.weight.dtype)
+        tensors = dict(head.state_dict())
+    tensors = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
     correction = {name: tensors.pop(name) for name in list(tensors) if name.startswith("correction.")}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     if correction:
         (folder / CORRECTION).mkdir(exist_ok=True)
         save_file(correction, folder / CORRECTION / WEIGHTS, metadata={"format": "pt"})
-    settings = write_config(head.config, head.fc.weight.dtype)
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -93,7 +106,7 @@ def load_frequent_tokens(name_or_path: str | Path, count: int) -> Tensor:
         ValueError: the head comes without such a list, or `count` is below 1 or above its length.
         OSError: nothing is found under the name.
     """
-    folder = _folder(str(name_or_path))
+    folder = head_folder(str(name_or_path))
     if not (folder / FREQUENT).exists():
         raise ValueError(f"{folder} holds no {FREQUENT}; the head then drafts from the whole vocabulary")
     token_ids = json.loads((folder / FREQUENT).read_text())
@@ -116,24 +129,24 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
     if speculators:
         # Speculators count the embedding as layer 0.
         taps = [tap - 1 for tap in _only_value("aux_hidden_state_layer_ids", raw, nested)]
-    width, heads = _need(sizes, "hidden_size"), _need(sizes, "num_attention_heads")
+    width, heads = need(sizes, "hidden_size"), need(sizes, "num_attention_heads")
     return DraftHeadConfig(
         hidden_size=width,
-        intermediate_size=_need(sizes, "intermediate_size"),
-        num_layers=_need(sizes, "num_hidden_layers"),
+        intermediate_size=need(sizes, "intermediate_size"),
+        num_layers=need(sizes, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=sizes.get("num_key_value_heads") or heads,
         head_dim=sizes.get("head_dim") or width // heads,
         block_size=_only_value("block_size", raw, nested),
         taps=tuple(taps),
         mask_token_id=_only_value("mask_token_id", raw, nested),
-        vocab_size=raw.get("vocab_size") or _need(sizes, "vocab_size"),
+        vocab_size=raw.get("vocab_size") or need(sizes, "vocab_size"),
         # Older files do not name the target's depth; then it is only known to reach the last tap.
         num_target_layers=_only_value("num_target_layers", raw, nested, required=False) or max(taps) + 1,
         target_hidden_size=_only_value("target_hidden_size", raw, nested, required=False) or width,
         causal=_causal(raw, nested),
         rms_norm_eps=sizes.get("rms_norm_eps", 1e-6),
-        rope_parameters=_rope(sizes),
+        rope_parameters=read_rope(sizes),
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
         attention_bias=sizes.get("attention_bias", False),
         refinement=raw.get("jetflow_refinement", False),
@@ -207,24 +220,6 @@ def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
     return next(iter(given.values()), False)
 
 
-def _rope(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the new spelling (`rope_parameters`) or the old one (`rope_theta`, `rope_scaling`)."""
-    new, theta, scaling = sizes.get("rope_parameters"), sizes.get("rope_theta"), sizes.get("rope_scaling")
-    if new is None:
-        if theta is None:
-            raise ValueError("config.json must hold rope_parameters or rope_theta, found neither")
-        scaling = dict(scaling or {})
-        kind = scaling.pop("type", None)
-        return {"rope_type": kind or "default", **scaling, "rope_theta": theta}
-    if "rope_theta" not in new and theta is not None:
-        new = {**new, "rope_theta": theta}
-    if theta is not None and new.get("rope_theta") != theta:
-        raise ValueError(
-            f"config.json contradicts itself: rope_theta={theta}, rope_parameters.rope_theta={new.get('rope_theta')}"
-        )
-    return dict(new)
-
-
 def _only_value(key: str, raw: Mapping[str, Any], nested: Mapping[str, Any], *, required: bool = True) -> Any:
     """Returns the value of a key that files hold at the top level, under `dflash_config`, or in both places alike."""
     top, inner = raw.get(key), nested.get(key)
@@ -234,12 +229,6 @@ def _only_value(key: str, raw: Mapping[str, Any], nested: Mapping[str, Any], *, 
     if value is None and required:
         raise ValueError(f"config.json must hold {key} at the top level or under dflash_config")
     return value
-
-
-def _need(sizes: Mapping[str, Any], key: str) -> Any:
-    if sizes.get(key) is None:
-        raise ValueError(f"config.json must hold {key}")
-    return sizes[key]
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -254,34 +243,6 @@ def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes
     vocab = raw.get("vocab_size") or sizes.get("vocab_size")
     if draft_vocab is not None and draft_vocab != vocab:
         raise ValueError(f"draft_vocab_size={draft_vocab} must equal vocab_size={vocab}; reduced ones are not supported")
-
-
-def _folder(name_or_path: str) -> Path:
-    folder = Path(name_or_path)
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise FileNotFoundError(f"{folder} holds no config.json; a draft head's folder needs one")
-        return folder
-    if folder.is_absolute() or name_or_path.count("/") != 1:
-        raise FileNotFoundError(f"{name_or_path} is neither a folder nor a hub name like owner/head")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", f"{CORRECTION}/*"]))
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    if (folder / INDEX).exists():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    elif (folder / WEIGHTS).exists():
-        files = [WEIGHTS]
-    else:
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors.update(load_file(folder / file))
-    return tensors
 
 
 def _checked_tensors(head: BlockDraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jetflow.decoding import SpeculativeDecoder
-from jetflow.drafters.parallel import ParallelDrafter
+from jetflow.drafters.head import head_drafter
 from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.eagle_head import EagleHead
 from jetflow.targets import Target
 
 
@@ -21,7 +22,7 @@ class TauReport(NamedTuple):
 
 
 def measure_tau(
-    head: BlockDraftHead,
+    head: BlockDraftHead | EagleHead,
     target: Target,
     prompts: Sequence[Sequence[int]],
     *,
@@ -44,7 +45,7 @@ def measure_tau(
     """
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    drafter = ParallelDrafter(head, target, passes=passes)
+    drafter = head_drafter(head, target, passes=passes)
     reports = []
     for budget in budgets:
         decoder = SpeculativeDecoder(target, drafter, budget=budget)
