@@ -176,7 +176,9 @@ class Loss(Protocol):
     """Compares draft and target laws, one float32 value per position.
 
     `draft_logits` and `target_logits` are [..., V]; `labels` int64 [...] are the true next tokens, -100 where ignored. A loss
-    may have an attribute `uses_target`; where it is False, training passes None for `target_logits`.
+    may have an attribute `uses_target`; where it is False, training passes None for `target_logits`. One with
+    `uses_path = True` is given whole blocks: the last dimension of `labels` [..., D] then holds the depths of a block in
+    order, ignored ones last.
     """
 
     def __call__(self, draft_logits: Tensor, target_logits: Any, labels: Tensor) -> Tensor: ...

@@ -140,7 +140,9 @@ def test_stopped_run_goes_on_and_its_records_do_not_repeat(tmp_path, answers):
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
 
-@pytest.mark.parametrize("loss", ["cross-entropy", "reverse-kl", "jensen-shannon", "total-variation", "log-acceptance"])
+@pytest.mark.parametrize(
+    "loss", ["cross-entropy", "reverse-kl", "jensen-shannon", "total-variation", "log-acceptance", "tree-acceptance"]
+)
 def test_every_loss_trains(tmp_path, answers, loss):
     recipe = write_recipe(tmp_path, answers, loss=loss, steps=1, checkpoint_every=1, per_file=1)
     assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0

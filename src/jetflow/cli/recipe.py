@@ -66,6 +66,9 @@ class LossSection:
     num_random: int = 1024
     marginal_share: float = 0.25
     filled_share: float = 0.5
+    tree_weight: float = 0.0
+    tree_budget: int = 16
+    tree_temperature: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Recipe:
 
 
 if TYPE_CHECKING:
+    from jetflow.protocols import Loss
     from jetflow.targets import Target
     from jetflow.training.rows import TrainingRows
     from jetflow.training.step import StepSettings
@@ -141,12 +145,26 @@ def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> S
     """Builds what `[loss]` asks for.
 
     Raises:
-        ValueError: the loss is unknown, or has no temperature.
+        ValueError: the loss is unknown or has no temperature, or a number is out of its range.
     """
-    from jetflow import losses, masks
+    from jetflow import masks
     from jetflow.training.step import StepSettings
     from jetflow.training.vocabulary import SampledVocabulary
 
+    vocabulary = None
+    if section.num_frequent is not None:
+        frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
+        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
+    form = masks.block_mask if target.device.type == "cuda" else masks.dense
+    return StepSettings(
+        _loss(section), section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share, section.filled_share
+    )
+
+
+def _loss(section: LossSection) -> Loss:
+    from jetflow import losses
+
+    tree = losses.TreeAcceptance(section.tree_budget, temperature=section.tree_temperature)
     known: dict[str, Any] = {
         "forward-kl": losses.ForwardKL,
         "reverse-kl": losses.ReverseKL,
@@ -154,22 +172,20 @@ def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> S
         "total-variation": losses.TotalVariation,
         "log-acceptance": losses.LogAcceptance,
     }
-    if section.name == "cross-entropy":
+    without = {"cross-entropy": losses.CrossEntropy(), "tree-acceptance": tree}
+    if section.name in without:
         if section.temperature != 1.0:
-            raise ValueError(f"[loss] temperature={section.temperature}: cross-entropy has none")
-        loss: Any = losses.CrossEntropy()
+            raise ValueError(f"[loss] temperature={section.temperature}: {section.name} has none")
+        loss: Any = without[section.name]
     elif section.name in known:
         loss = known[section.name](section.temperature)
     else:
-        raise ValueError(f"[loss] name must be one of cross-entropy, {', '.join(known)}, got {section.name!r}")
-    vocabulary = None
-    if section.num_frequent is not None:
-        frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
-        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
-    form = masks.block_mask if target.device.type == "cuda" else masks.dense
-    return StepSettings(
-        loss, section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share, section.filled_share
-    )
+        raise ValueError(f"[loss] name must be one of {', '.join([*without, *known])}, got {section.name!r}")
+    if section.tree_weight == 0:
+        return loss
+    if section.name == "tree-acceptance":
+        raise ValueError(f"[loss] tree_weight={section.tree_weight} goes with another loss, not with tree-acceptance itself")
+    return losses.MixedLoss([loss, tree], [1.0, section.tree_weight])
 
 
 def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:

@@ -2,6 +2,8 @@
 
 from jetflow.losses.acceptance import LogAcceptance, TotalVariation
 from jetflow.losses.divergences import CrossEntropy, ForwardKL, JensenShannon, ReverseKL
+from jetflow.losses.mixed import MixedLoss
+from jetflow.losses.tree import TreeAcceptance
 from jetflow.losses.weights import exponential_position_weights, weighted_mean
 
 __all__ = [
@@ -9,8 +11,10 @@ __all__ = [
     "ForwardKL",
     "JensenShannon",
     "LogAcceptance",
+    "MixedLoss",
     "ReverseKL",
     "TotalVariation",
+    "TreeAcceptance",
     "exponential_position_weights",
     "weighted_mean",
 ]

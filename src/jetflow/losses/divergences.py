@@ -193,10 +193,21 @@ def _prepare(logits: Tensor, ignored: Tensor) -> Tensor:
     return logits.masked_fill(ignored.unsqueeze(-1), 0.0)
 
 
-def both_log_probs(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Checks the inputs and returns the log-probabilities of draft and target; equal ones at ignored positions."""
+def both_log_probs(
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    *,
+    target_temperature: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Checks the inputs and returns the log-probabilities of draft and target; equal ones at ignored positions.
+
+    The target's temperature is that of the draft unless told otherwise.
+    """
     _check_inputs(draft_logits, target_logits, labels)
     ignored = labels == IGNORED_LABEL
     draft_log_probs = F.log_softmax(_prepare(draft_logits, ignored) / temperature, dim=-1)
-    target_log_probs = F.log_softmax(_prepare(target_logits.detach(), ignored) / temperature, dim=-1)
+    other = temperature if target_temperature is None else target_temperature
+    target_log_probs = F.log_softmax(_prepare(target_logits.detach(), ignored) / other, dim=-1)
     return draft_log_probs, target_log_probs

@@ -3,7 +3,7 @@
 Logits, their softmax and their gradient exist for one chunk only: gradients with respect to the hidden states are taken
 in the forward pass, while the chunk's logits are at hand, and scaled in the backward pass.
 
-Dimension key: M slots, C chunk, H hidden size, V vocabulary.
+Dimension key: M slots, or blocks of slots, C chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (hidden states [C, H], which slots they are) -> summed loss of the chunk, and a detached row of statistics per slot [C, 2].
+# (hidden states [C, ..., H], which slots they are) -> summed loss of the chunk, and detached statistics per slot [C, ..., 2].
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -22,12 +22,12 @@ def chunked_sum(hidden: Tensor, loss_of_chunk: ChunkLoss, chunk_size: int) -> tu
     """Sums a loss over slots.
 
     Args:
-        hidden: float [M, H]; gradients reach it.
+        hidden: float [M, ..., H]; gradients reach it.
         loss_of_chunk: computes one chunk; gradients reach nothing but the hidden states that it is given.
         chunk_size: C, slots per chunk; at least 1.
 
     Returns:
-        The summed loss, float32 scalar, and the statistics of all slots, float32 [M, 2].
+        The summed loss, float32 scalar, and the statistics of all slots, float32 [M, ..., 2].
 
     Raises:
         ValueError: `chunk_size` is below 1.
@@ -43,7 +43,7 @@ class _ChunkedSum(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[0]
         gradient = torch.zeros_like(hidden) if needs_gradient else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        statistics = hidden.new_zeros(len(hidden), 2, dtype=torch.float32)
+        statistics = hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_size):
             places = slice(start, min(start + chunk_size, len(hidden)))
             part = hidden[places].detach().requires_grad_(needs_gradient)

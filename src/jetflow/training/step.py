@@ -14,11 +14,12 @@ from torch import Tensor
 
 from jetflow import masks
 from jetflow.losses import exponential_position_weights, weighted_mean
+from jetflow.losses.divergences import IGNORED_LABEL
 from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
 from jetflow.training.blocks import block_tokens, predicting_slots, previous_embeds, visible_prefixes
 from jetflow.training.chunked import chunked_sum
-from jetflow.training.vocabulary import SampledVocabulary, VocabularySample
+from jetflow.training.vocabulary import FrozenLMHead, SampledVocabulary
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -91,10 +92,10 @@ class StepSettings(NamedTuple):
 
     Attributes:
         loss: compares the laws in each slot, such as `ForwardKL()`. One whose attribute `uses_target` is False, such as
-            `CrossEntropy()`, spares the target's output embedding.
+            `CrossEntropy()`, spares the target's output embedding; one with `uses_path` is given whole blocks.
         decay_rate: slots after which a slot's weight has fallen by e; 0 weights all slots alike.
         mask_form: how the attention mask is stored: `masks.dense`, or `masks.block_mask` for FlexAttention on a GPU.
-        chunk_size: slots whose logits exist at a time.
+        chunk_size: slots whose logits exist at a time; whole blocks for a loss with `uses_path`.
         vocabulary: compares over a sample of the vocabulary; over all of it when absent.
         marginal_share: share of the masked blocks that a head with a correction learns without it, so that its plain laws,
             which choose the candidates of each depth, stay good laws.
@@ -180,7 +181,8 @@ def block_loss(
         The loss and its metrics.
 
     Raises:
-        ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, or a share is not in [0, 1].
+        ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, a share is not in [0, 1], or a loss that
+            ranks paths is given a sample of the vocabulary.
     """
     if not 0 <= settings.marginal_share <= 1:
         raise ValueError(f"marginal_share must be in [0, 1], got {settings.marginal_share}")
@@ -188,12 +190,16 @@ def block_loss(
         raise ValueError(
             f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
         )
+    by_block = getattr(settings.loss, "uses_path", False)
+    if by_block and settings.vocabulary is not None:
+        raise ValueError("vocabulary must be absent with a loss that ranks paths: a sample's tokens stand for many others")
     block_size = head.config.block_size
     slot_weights = exponential_position_weights(block_size, settings.decay_rate).to(anchors.device)
     slots = supervised_slots(batch.loss_mask, anchors, valid=valid, block_size=block_size)
-    rows, blocks, depths = slots.nonzero(as_tuple=True)
-    label_positions = anchors[rows, blocks] + depths + 1
-    labels = batch.token_ids[rows, label_positions]
+    rows, blocks, depths = _places(slots, by_block)
+    counted = slots[rows, blocks, depths]
+    label_positions = (anchors[rows, blocks] + depths + 1).clamp(max=batch.token_ids.shape[1] - 1)
+    labels = batch.token_ids[rows, label_positions].masked_fill(~counted, IGNORED_LABEL)
     if states is None:
         states = TeacherStates(*target.features(batch.token_ids, head.config.taps, batch.document_ids))
 
@@ -201,18 +207,11 @@ def block_loss(
     if head.config.refinement:
         drawn = visible_prefixes(anchors.shape[1], block_size, settings.filled_share, generator)
         visible = drawn.to(anchors.device)
-    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, visible, settings.mask_form)
-    dtype = next(head.parameters()).dtype
-    path: dict[str, Tensor] = {}
-    if head.config.correction is not None:
-        share = settings.marginal_share
-        embeds = previous_embeds(target, batch.token_ids, anchors, visible, block_size=block_size, marginal_share=share)
-        path["previous_embeds"] = embeds.to(dtype)
-    hidden = head(block_embeds.to(dtype), states.features.to(dtype), positions, mask, **path).unflatten(1, (-1, block_size))
+    hidden = _run_head(head, target, batch, anchors, visible, settings=settings, features=states.features)
     sample = settings.vocabulary.sample(labels, generator) if settings.vocabulary else None
-    lm_head = _FrozenLMHead(target, sample)
+    lm_head = FrozenLMHead(target, sample)
     picked = sample.index_of(labels) if sample else labels
-    weights = slot_weights[depths]
+    weights = slot_weights[depths] * counted
     uses_target = getattr(settings.loss, "uses_target", True)
 
     def loss_of_chunk(part: Tensor, places: slice) -> tuple[Tensor, Tensor]:
@@ -224,19 +223,51 @@ def block_loss(
         values = settings.loss(draft_logits, target_logits, picked[places])
         with torch.no_grad():
             hits = draft_logits.argmax(-1) == picked[places]
-            label_logits = draft_logits.gather(-1, picked[places, None])[:, 0].float()
+            label_logits = draft_logits.gather(-1, picked[places].clamp(min=0)[..., None])[..., 0].float()
             probs = (label_logits - draft_logits.float().logsumexp(-1)).exp()
         return (values * weights[places]).sum(), torch.stack([hits.float(), probs], dim=-1)
 
     predicting = hidden[rows, blocks, predicting_slots(blocks, depths, visible)]
-    total, statistics = chunked_sum(predicting, loss_of_chunk, settings.chunk_size)
+    chunk_size = max(1, settings.chunk_size // (block_size - 1)) if by_block else settings.chunk_size
+    total, statistics = chunked_sum(predicting, loss_of_chunk, chunk_size)
     weight_sum = weights.sum()
     masked = visible == 0
     return StepOutput(
         loss=total / torch.where(weight_sum > 0, weight_sum, 1.0),
         weight_sum=weight_sum,
-        **slot_metrics(statistics[masked[blocks]], slots & masked[:, None], valid & masked),
+        **slot_metrics(statistics[counted & masked[blocks]], slots & masked[:, None], valid & masked),
     )
+
+
+def _places(slots: Tensor, by_block: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, block and depth (from 0) of every supervised slot, int64 [M], or of all slots of blocks that have some, [M, D]."""
+    if not by_block:
+        return slots.nonzero(as_tuple=True)
+    rows, blocks = slots.any(-1).nonzero(as_tuple=True)
+    depths = torch.arange(slots.shape[2], device=slots.device).expand(len(rows), -1)
+    return rows[:, None].expand_as(depths), blocks[:, None].expand_as(depths), depths
+
+
+def _run_head(
+    head: BlockDraftHead,
+    target: Target,
+    batch: Batch,
+    anchors: Tensor,
+    visible: Tensor,
+    *,
+    settings: StepSettings,
+    features: Tensor,
+) -> Tensor:
+    """Hidden states [B, A, T, H] of all slots, corrected where they learn a correction."""
+    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, visible, settings.mask_form)
+    dtype, block_size = next(head.parameters()).dtype, head.config.block_size
+    path: dict[str, Tensor] = {}
+    if head.config.correction is not None:
+        share = settings.marginal_share
+        embeds = previous_embeds(target, batch.token_ids, anchors, visible, block_size=block_size, marginal_share=share)
+        path["previous_embeds"] = embeds.to(dtype)
+    hidden = head(block_embeds.to(dtype), features.to(dtype), positions, mask, **path)
+    return hidden.unflatten(1, (-1, block_size))
 
 
 def slot_metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
@@ -265,17 +296,3 @@ def _packed_blocks(
     rule = masks.anchor_blocks(anchors, size, length, causal=config.causal, document_ids=batch.document_ids)
     queries = num_anchors * size
     return block_embeds, positions, mask_form(rule, rows, 1, queries, length + queries, device=anchors.device)
-
-
-class _FrozenLMHead:
-    """The target's output embedding as a constant: gradients reach the hidden states but no parameter of the target."""
-
-    def __init__(self, target: Target, sample: VocabularySample | None):
-        tokens = slice(None) if sample is None else sample.token_ids
-        self._weight, self._bias = target.output_rows(tokens)
-        if sample is not None:
-            log_weights = sample.log_weights.to(self._weight.dtype)
-            self._bias = log_weights if self._bias is None else self._bias + log_weights
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jetflow.targets import Target
+
 
 class VocabularySample(NamedTuple):
     """Tokens that stand for a whole vocabulary.
@@ -65,3 +67,17 @@ class SampledVocabulary:
             kept[drawn] = True
         token_ids = kept.nonzero()[:, 0]
         return VocabularySample(token_ids.to(labels.device), weights[token_ids].to(labels.device))
+
+
+class FrozenLMHead:
+    """The target's output embedding as a constant: gradients reach the hidden states but no parameter of the target."""
+
+    def __init__(self, target: Target, sample: VocabularySample | None):
+        tokens = slice(None) if sample is None else sample.token_ids
+        self._weight, self._bias = target.output_rows(tokens)
+        if sample is not None:
+            log_weights = sample.log_weights.to(self._weight.dtype)
+            self._bias = log_weights if self._bias is None else self._bias + log_weights
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden.to(self._weight.dtype), self._weight, self._bias)
