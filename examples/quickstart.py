@@ -2,7 +2,7 @@
 
 Command:  python examples/quickstart.py
 Run time: a few seconds on a CPU
-Expected: one answer, the same one that plain decoding gives, in several times fewer target passes
+Expected: one answer, the same one that plain decoding gives, in several times fewer target passes; then a sampled one
 """
 
 # --8<-- [start:compose]
@@ -21,13 +21,22 @@ drafter = ParallelDrafter(head, target, expander)
 
 # The target checks all 16 nodes in one pass; the acceptor follows its own choice through the tree.
 decoder = SpeculativeDecoder(target, drafter, GreedyAcceptor(), budget=16)
-prompt = target.chat_ids("Tom has 12 apples and buys 7 more. How many apples does Tom have?")
+prompt = target.chat_ids("Tina has 3 eggs and Jack has 6 times as many. How many eggs do they have together?")
 result = decoder.generate(prompt, max_new_tokens=160)
 print(result.text)
 print(f"{len(result.token_ids)} tokens in {len(result.rounds)} rounds: tau {result.tau:.2f}")
 # --8<-- [end:compose]
 
+# --8<-- [start:plain]
 # With a budget of one node there is nothing to draft: the same code is plain autoregressive decoding.
 plain = SpeculativeDecoder(target, drafter, budget=1).generate(prompt, max_new_tokens=160)
 assert plain.token_ids == result.token_ids
 print(f"the same text as plain decoding, which took {len(plain.rounds)} passes")
+# --8<-- [end:plain]
+
+# --8<-- [start:sampling]
+from jetflow import SamplingAcceptor
+
+sampled = SpeculativeDecoder(target, drafter, SamplingAcceptor(temperature=0.8, top_p=0.95), budget=16)
+print(sampled.generate(prompt, max_new_tokens=160, seed=0).text)
+# --8<-- [end:sampling]

@@ -1,34 +1,46 @@
 """The pages and the README say what the repository holds."""
 
 import re
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
+
+import jetflow
+from bench.figures import FOLDER, figures
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-def test_own_parts_write_the_text_of_plain_decoding():
-    out = subprocess.run([sys.executable, "examples/own_parts.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.count("8 of 8") == 4
-
-
-def test_snippets_exist():
-    found = 0
-    for page in PAGES:
-        for file, section in re.findall(r'--8<-- "(.+?):(.+?)"', page.read_text()):
-            code = (ROOT / file).read_text()
-            assert f"[start:{section}]" in code, (page.name, section)
-            assert f"[end:{section}]" in code, (page.name, section)
-            found += 1
-    assert found >= 9
-
-
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     assert set(re.findall(r"[\w/-]+\.md", navigation)) == {str(page.relative_to(ROOT / "docs")) for page in PAGES}
+
+
+def test_figures_are_those_of_the_results():
+    made = figures()
+    assert {path.name for path in FOLDER.iterdir()} == set(made)
+    for name, svg in made.items():
+        assert (FOLDER / name).read_text() == svg, f"{name} is not that of the results: python -m bench.figures"
+
+
+def test_each_figure_is_shown_in_light_and_dark():
+    shown = "".join(page.read_text() for page in PAGES)
+    for name in figures():
+        which = re.search(r"(light|dark)\.svg", name)[1]
+        assert f"assets/figures/{name}#only-{which})" in shown
+
+
+def test_public_names_have_their_place_in_the_api():
+    modules = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE))
+    for name in jetflow.__all__:
+        home = getattr(getattr(jetflow, name), "__module__", None)
+        assert home is None or home in modules, (name, home)
+    for page in PAGES:
+        for place in re.findall(r"\]\[(jetflow[\w.]+)\]", page.read_text()):
+            module = next(one for one in sorted(modules, key=len, reverse=True) if place == one or place.startswith(f"{one}."))
+            found = import_module(module)
+            for part in place.removeprefix(module).split(".")[1:]:
+                found = getattr(found, part)
 
 
 def test_links_of_the_readme_lead_somewhere():

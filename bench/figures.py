@@ -1,0 +1,181 @@
+"""Question: what do the committed results look like?
+
+    python -m bench.figures [FOLDER]        (docs/assets/figures when absent)
+
+Draws the figures of the docs from results/ and docs/assets/round.json, each in light and dark, as SVG: the same results
+give the same bytes, and a test compares them. Under a second. Expected: the files are those that are committed.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.svg import SCHEMES, WIDTH, Drawing, Scheme, bars, lines
+from jetflow.benchmark.runner import read_records
+
+ROOT = Path(__file__).parents[1]
+FOLDER, RESULTS = ROOT / "docs" / "assets" / "figures", ROOT / "results"
+DATASETS = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt_bench"]
+BUDGET_TICKS = (1, 8, 16, 32, 64, 128)
+
+
+def one_round(scheme: Scheme, budget: int = 32, deepest: int = 6) -> str:
+    """The recorded round: the top of its tree, the accepted path marked."""
+    record = json.loads((ROOT / "docs" / "assets" / "round.json").read_text())
+    nodes = record["nodes"][:budget]
+    shown = [i for i, node in enumerate(nodes) if node["depth"] <= deepest]
+    accepted = {0, *(node for node in record["accepted"] if node < budget)}
+    rows: dict[int, float] = {}
+
+    def lay_out(node: int) -> None:
+        below = [i for i in shown if nodes[i]["parent"] == node]
+        for child in below:
+            lay_out(child)
+        rows[node] = (rows[below[0]] + rows[below[-1]]) / 2 if below else float(sum(one % 1 == 0 for one in leaves.values()))
+        if not below:
+            leaves[node] = rows[node]
+
+    leaves: dict[int, float] = {}
+    lay_out(0)
+    column, row_height, first = 66, 19, 62
+    height = first + row_height * len(leaves) + 44
+    drawing = Drawing(height, scheme, "One round: a drafted tree, and the path that the target accepted")
+    drawing.text(8, 18, "... " + record["before"].splitlines()[-1][-34:], weight="bold")
+    drawing.text(8, 40, "root")
+    for depth in range(1, deepest + 1):
+        drawing.text(8 + depth * column, 40, f"depth {depth}")
+    x = lambda i: 8 + nodes[i]["depth"] * column  # noqa: E731
+    y = lambda i: first + row_height * rows[i]  # noqa: E731
+    accent = scheme.colours[0]
+    for i in shown:
+        parent = nodes[i]["parent"]
+        if parent >= 0:
+            kept = i in accepted
+            start = x(parent) + 10 + 7 * len(visible(nodes[parent]["text"]))
+            drawing.line(start, y(parent) - 4, x(i) - 5, y(i) - 4, accent if kept else scheme.faint, 2 if kept else 1)
+    for i in shown:
+        kept = i in accepted
+        colour, weight = (accent, "bold") if kept else (scheme.text, "normal")
+        drawing.text(x(i), y(i), visible(nodes[i]["text"]), colour=colour, weight=weight)
+    kept_text = visible("".join(nodes[i]["text"] for i in sorted(accepted)[1:]) + record["bonus"])
+    drawing.text(8, height - 28, f"{len(accepted)} tokens from one pass of the target:")
+    drawing.text(8, height - 8, kept_text, colour=accent, weight="bold")
+    return drawing.svg()
+
+
+def visible(text: str) -> str:
+    """A token with its blanks and line ends shown."""
+    return text.replace("\n", "\u21b5").replace(" ", "\u00b7")
+
+
+def tiny_budgets(scheme: Scheme) -> str:
+    """tau and speedup of the tiny pair by budget."""
+    found = {row["name"]: row for row in json.loads((RESULTS / "tiny.json").read_text())["results"]}
+    rows = [(1, found["autoregressive"])] + [(size, found[f"JetFlow, budget {size}"]) for size in BUDGET_TICKS[1:]]
+    series = {
+        "tau (tokens per target pass)": [(size, row["tau"]) for size, row in rows],
+        "speedup": [(size, row["speedup"]) for size, row in rows],
+    }
+    title = "tau and speedup of the tiny pair by budget"
+    return lines(scheme, title, series, x_label="budget (nodes per tree)", top=16, ticks=BUDGET_TICKS)
+
+
+def smollm2_figures() -> dict[tuple[str, str], dict]:
+    """Figures of the SmolLM2 run by benchmark and method."""
+    found = json.loads((RESULTS / "smollm2" / "figures.json").read_text())["figures"]
+    return {(one["dataset"], one["method"]): one for one in found}
+
+
+def smollm2_speedup(scheme: Scheme) -> str:
+    """Speedup of the SmolLM2 head and of prompt lookup on each benchmark, with intervals."""
+    found, names = smollm2_figures(), {"head, budget 16": "head@16", "prompt lookup of transformers": "hf-lookup"}
+    series = {name: [found[dataset, method]["speedup"] for dataset in DATASETS] for name, method in names.items()}
+    intervals = {
+        name: [tuple(found[dataset, method]["speedup_interval"]) for dataset in DATASETS] for name, method in names.items()
+    }
+    title = "Speedup over plain decoding, SmolLM2-135M on two CPU cores"
+    return bars(scheme, title, DATASETS, series, top=2.5, intervals=intervals, mark=1.0)
+
+
+def smollm2_budgets(scheme: Scheme) -> str:
+    """tau and speedup of the SmolLM2 head by budget, means of the seven benchmarks."""
+    found, sizes = smollm2_figures(), (8, 16, 32, 64)
+    mean = lambda size, name: sum(found[one, f"head@{size}"][name] for one in DATASETS) / len(DATASETS)  # noqa: E731
+    series = {
+        "tau (tokens per target pass)": [(1, 1.0)] + [(size, mean(size, "tau")) for size in sizes],
+        "speedup": [(1, 1.0)] + [(size, mean(size, "speedup")) for size in sizes],
+    }
+    title = "tau and speedup of the SmolLM2 head by budget, means of seven benchmarks"
+    return lines(scheme, title, series, x_label="budget (nodes per tree)", top=4, ticks=BUDGET_TICKS[:5])
+
+
+def smollm2_training(scheme: Scheme) -> str:
+    """Accuracy of the SmolLM2 head while it was trained, both stages behind each other, means of 25 steps."""
+    series: dict[str, list[tuple[float, float]]] = {f"depth {depth}": [] for depth in (1, 2, 3)}
+    before = 0
+    for file in ("metrics.jsonl", "correction/metrics.jsonl"):
+        rows = [json.loads(line) for line in (RESULTS / "smollm2" / file).read_text().splitlines()]
+        steps = [row for row in rows if "accuracy_by_depth" in row]
+        for start in range(0, len(steps) - 24, 25):
+            part = steps[start : start + 25]
+            for depth, points in enumerate(series.values()):
+                accuracy = sum(row["accuracy_by_depth"][depth] for row in part) / len(part)
+                points.append(((before + part[-1]["tokens_seen"]) / 1e6, accuracy))
+        before += steps[-1]["tokens_seen"]
+    title = "Accuracy by depth against training tokens"
+    ticks = (0, 0.5, 1.0, 1.5, 2.0, 2.5)
+    return lines(scheme, title, series, x_label="million training tokens", top=0.8, ticks=ticks, dots=False)
+
+
+def correction(scheme: Scheme) -> str:
+    """tau of the SmolLM2 head at budget 32 with and without its correction."""
+    series = {}
+    for name, file in {"with correction": "bfloat16.jsonl", "without": "without-correction.jsonl"}.items():
+        _, records = read_records(RESULTS / "smollm2" / file)
+        kept = {dataset: [] for dataset in DATASETS}
+        for one in records:
+            if one["method"] == "head@32":
+                kept[one["dataset"]] += one["kept"]
+        series[name] = [sum(kept[dataset]) / len(kept[dataset]) for dataset in DATASETS]
+    return bars(scheme, "tau at budget 32 with and without the correction", DATASETS, series, top=4)
+
+
+def acceptance_rules(scheme: Scheme) -> str:
+    """tau of three rules by temperature, laws by depth, noise 1."""
+    cells = json.loads((RESULTS / "acceptance_rules.json").read_text())["cells"]
+    chosen = [cell for cell in cells if not cell["conditional"] and cell["noise"] == 1.0]
+    names = {"chain, block": "chain, block", "fixed tree, match": "best-first, match", "drawn, traversal": "drawn, traversal"}
+    series = {name: [(cell["temperature"], cell["tau"][rule]) for cell in chosen] for name, rule in names.items()}
+    title = "tau of three rules by temperature, budget 32"
+    return lines(scheme, title, series, x_label="temperature", top=3, ticks=(0, 0.3, 0.6, 1.0))
+
+
+FIGURES: dict[str, Callable[[Scheme], str]] = {
+    "round": one_round,
+    "tiny-budgets": tiny_budgets,
+    "smollm2-speedup": smollm2_speedup,
+    "smollm2-budgets": smollm2_budgets,
+    "smollm2-training": smollm2_training,
+    "correction": correction,
+    "acceptance-rules": acceptance_rules,
+}
+
+
+def figures() -> dict[str, str]:
+    """Every figure by file name."""
+    return {
+        f"{name}-{which}.svg": draw(scheme) for name, draw in FIGURES.items() for which, scheme in SCHEMES.items()
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in figures().items():
+        (folder / name).write_text(svg)
+    print(f"{len(FIGURES)} figures of {WIDTH} pixels in {folder}")
+
+
+if __name__ == "__main__":
+    main()
