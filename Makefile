@@ -4,7 +4,7 @@ BIN := .venv/bin
 # On machines without a CUDA build at hand this line installs the CPU build.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint docs bench bench-tiny clean
+.PHONY: demo test lint docs test-docs bench bench-tiny clean
 
 demo: .venv/.base
 	$(BIN)/jetflow demo
@@ -19,6 +19,10 @@ lint: .venv/.dev
 
 docs: .venv/.docs
 	$(BIN)/mkdocs build --strict
+
+# Looks at the built pages in a browser: Playwright's, where it can be downloaded, else one of the machine's, or CHROMIUM=PATH.
+test-docs: .venv/.test-docs
+	$(BIN)/pytest tests/test_site.py --chromium $(CHROMIUM) -rs
 
 bench: bench-tiny
 	$(BIN)/python -m bench.tree_building
@@ -38,6 +42,11 @@ bench-tiny: .venv/.base
 
 .venv/.docs: .venv/.base
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
+.venv/.test-docs: .venv/.docs
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test-docs]'
+	$(BIN)/playwright install chromium || echo "no browser could be downloaded; one of the machine's is looked for"
 	touch $@
 
 clean:

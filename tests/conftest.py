@@ -23,6 +23,13 @@ from jetflow import Target
 # Tiny matrices gain nothing from threads and stall on them where cores are shared.
 torch.set_num_threads(1)
 
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_ = "look at the docs in a browser: this executable, or without PATH Playwright's own or one of the machine's"
+    parser.addoption("--chromium", nargs="?", const="", metavar="PATH", help=help_)
+
+
 SHARED_FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
 VOCAB_SIZE = 61
 SMALL = {

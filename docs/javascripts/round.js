@@ -30,7 +30,10 @@
   function drawTree(place, nodes, accepted) {
     const { rows, height } = layout(nodes);
     const depth = Math.max(...nodes.map((node) => node.depth));
-    const svg = element("svg", { width: (depth + 1) * COLUMN, height: height * ROW + 6, role: "img", "aria-label": "token tree" });
+    const width = (depth + 1) * COLUMN, tall = height * ROW + 6;
+    const svg = element("svg", { width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": "token tree" });
+    // The theme shrinks pictures to the page; this one keeps its size and is scrolled.
+    svg.style.cssText = `max-width: none; width: ${width}px; height: ${tall}px`;
     const x = (i) => nodes[i].depth * COLUMN + 4, y = (i) => rows[i] * ROW + 15;
     nodes.forEach((node, i) => {
       if (node.parent < 0) return;
