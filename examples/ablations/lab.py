@@ -37,11 +37,22 @@ from jetflow.drafters.parallel import ParallelDrafter  # noqa: E402
 from jetflow.heads.block_draft_head import BlockDraftHead  # noqa: E402
 from jetflow.heads.checkpoint import load_head, save_head  # noqa: E402
 from jetflow.heads.config import DraftHeadConfig  # noqa: E402
-from jetflow.losses import CrossEntropy, ForwardKL, JensenShannon, LogAcceptance, ReverseKL, TotalVariation  # noqa: E402
+from jetflow.heads.eagle_head import EagleHead  # noqa: E402
+from jetflow.losses import (  # noqa: E402
+    CrossEntropy,
+    ForwardKL,
+    JensenShannon,
+    LogAcceptance,
+    MixedLoss,
+    ReverseKL,
+    TotalVariation,
+    TreeAcceptance,
+)
 from jetflow.targets import Target  # noqa: E402
 from jetflow.training import TeacherStates  # noqa: E402
 from jetflow.training.anchors import sample_anchors  # noqa: E402
 from jetflow.training.answering import answer_prompts  # noqa: E402
+from jetflow.training.eagle import new_eagle_head, unrolled_loss  # noqa: E402
 from jetflow.training.step import StepSettings, block_loss  # noqa: E402
 
 # Documents that the tiny target was trained on; those that follow are held out.
@@ -57,23 +68,27 @@ class HeadSpec:
     """A head and how it is trained; equal specs with equal seeds are trained once.
 
     Attributes:
+        kind: `block`, or `eagle3` for a head that drafts step by step; then only loss, data, rate and steps count.
         causal: in-block rule; False is DFlash's.
         correction: kind of correction, or none.
         loss: name of a loss as in recipes.
         decay_rate: slots after which a slot's weight falls by e; 0 for none.
         marginal_share: blocks that a head with a correction learns without it.
         refinement: half of the blocks show true tokens, so that further passes can read the nodes of a tree.
+        tree_weight: weight of the expected acceptance length of the best tree of 16 nodes, added to the loss.
         data: who wrote the answers: `greedy` or `sampled` (the target itself) or `corpus`.
         rate: factor on the learning rates of `examples/tiny_loop.py`.
         steps: optimizer steps; the laboratory's own number when absent.
     """
 
+    kind: str = "block"
     causal: bool = True
     correction: str | None = None
     loss: str = "forward-kl"
     decay_rate: float = 0.0
     marginal_share: float = 0.0
     refinement: bool = False
+    tree_weight: float = 0.0
     data: str = "greedy"
     rate: float = 1.0
     steps: int | None = None
@@ -157,7 +172,7 @@ class Lab:
                 cells.append(Cell(variant.name, seed, budget, temperature, sums, counts))
         return cells
 
-    def head(self, spec: HeadSpec, seed: int) -> BlockDraftHead:
+    def head(self, spec: HeadSpec, seed: int) -> BlockDraftHead | EagleHead:
         """Trains a head, or loads it where it has been trained before."""
         folder = self._folder(spec, seed)
         if not folder.exists():
@@ -179,22 +194,21 @@ class Lab:
 
     def _train(self, spec: HeadSpec, seed: int, folder: Path) -> None:
         torch.manual_seed(seed)
-        sizes = {"num_layers": self.num_layers, "block_size": self.block_size, "taps": self.taps}
-        head = BlockDraftHead(
-            DraftHeadConfig.for_target(
-                self.target.config, mask_token_id=self._mask_token, causal=spec.causal, correction=spec.correction,
-                correction_rank=64, refinement=spec.refinement, **sizes,
-            )
-        ).to(self.device)  # fmt: skip
-        settings = StepSettings(LOSSES[spec.loss], spec.decay_rate, marginal_share=spec.marginal_share)
+        head = self._new_head(spec).to(self.device)
+        loss = LOSSES[spec.loss]
+        if spec.tree_weight:
+            loss = MixedLoss([loss, TreeAcceptance(16)], [1.0, spec.tree_weight])
+        settings = StepSettings(loss, spec.decay_rate, marginal_share=spec.marginal_share)
         generator, stream = torch.Generator().manual_seed(seed), self._batches(spec.data, seed)
 
         def loss_of() -> tuple[Tensor, str]:
             batch, states = next(stream)
             anchors, valid = sample_anchors(batch.loss_mask, self.num_anchors, generator)
-            out = block_loss(
-                head, self.target, batch, anchors=anchors, valid=valid, settings=settings, states=states, generator=generator
-            )
+            shared: dict[str, Any] = {"anchors": anchors, "valid": valid, "states": states}
+            if spec.kind == "eagle3":
+                out = unrolled_loss(head, self.target, batch, loss=loss, **shared)
+            else:
+                out = block_loss(head, self.target, batch, settings=settings, generator=generator, **shared)
             return out.loss, f"  expected acceptance length {out.expected_acceptance_length.item():.2f}"
 
         steps = self.steps if spec.steps is None else spec.steps
@@ -202,6 +216,15 @@ class Lab:
         # A name appears when the head is whole.
         save_head(head, folder.with_suffix(".part"))
         folder.with_suffix(".part").rename(folder)
+
+    def _new_head(self, spec: HeadSpec) -> BlockDraftHead | EagleHead:
+        if spec.kind == "eagle3":
+            return new_eagle_head(self.target, taps=self.taps)
+        config = DraftHeadConfig.for_target(
+            self.target.config, num_layers=self.num_layers, block_size=self.block_size, mask_token_id=self._mask_token,
+            taps=self.taps, causal=spec.causal, correction=spec.correction, correction_rank=64, refinement=spec.refinement,
+        )  # fmt: skip
+        return BlockDraftHead(config)
 
     def _batches(self, data: str, seed: int) -> Iterator[tuple[Any, TeacherStates]]:
         rows, states = self.states(data)

@@ -171,7 +171,6 @@ def unrolled_loss(
     return StepOutput(
         loss=total / torch.where(weight_sum > 0, weight_sum, 1.0),
         weight_sum=weight_sum,
-        num_anchors=valid.sum(),
         **slot_metrics(statistics, slots, valid),
     )
 
