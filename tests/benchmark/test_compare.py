@@ -12,6 +12,8 @@ def test_compares_every_method_on_every_prompt():
     prompts = [[5, 9, 5, 9, 5], [7, 7, 7]]
     plain, lookup = compare(decoders, prompts, max_new_tokens=20, repeats=2)
     assert (plain.name, plain.tau, plain.speedup) == ("budget 1", 1.0, 1.0)
+    assert plain.speedup_interval == (1.0, 1.0)
+    assert lookup.speedup_interval[0] <= lookup.speedup <= lookup.speedup_interval[1]
     assert plain.texts_equal == lookup.texts_equal == 2
     assert lookup.tau > 1.0
     rounds = [len(decoders["budget 8"].generate(prompt, max_new_tokens=20).rounds) for prompt in prompts]

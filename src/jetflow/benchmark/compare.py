@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jetflow.decoding import SpeculativeDecoder
 from jetflow.results import GenerationResult
+
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class MethodResult:
         tau: kept tokens per verified tree, over all rounds of all prompts.
         tokens_per_second: all new tokens by all seconds, prefill included.
         speedup: median over prompts and repeats of this method's tokens per second by the first method's.
+        speedup_interval: of that median, 95 % of resamples of the runs.
         texts_equal: prompts on which the token ids equal the first method's.
         num_prompts: number of prompts.
     """
@@ -27,6 +31,7 @@ class MethodResult:
     tau: float
     tokens_per_second: float
     speedup: float
+    speedup_interval: tuple[float, float]
     texts_equal: int
     num_prompts: int
 
@@ -75,6 +80,13 @@ def _summary(name: str, runs: list[GenerationResult], baseline: list[GenerationR
         tau=statistics.fmean(rounds) if rounds else 1.0,
         tokens_per_second=sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs),
         speedup=statistics.median(ratios),
+        speedup_interval=_interval(ratios),
         texts_equal=sum(run.token_ids == base.token_ids for run, base in pairs),
         num_prompts=num_prompts,
     )
+
+
+def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return medians[round(0.025 * (RESAMPLES - 1))], medians[round(0.975 * (RESAMPLES - 1))]
