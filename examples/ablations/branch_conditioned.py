@@ -64,7 +64,7 @@ def main() -> None:
     ]
     found = lab.run(variants, range(args.seeds), args.workers) + oracle(lab, args.seeds)
     taus = Taus(found)
-    tables = {f"{t:g}": show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures}
+    tables = [show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures]
     lines = []
     for t in TEMPERATURES:
         when = " at temperature 1" if t else ""
@@ -82,7 +82,7 @@ def main() -> None:
     lines.append(f"Best at budget 16 and temperature 0: {best[1]} with tau {best[0]:.2f}.")
     plot(taus, args, "branch_conditioned")
     plot(taus, args, "branch_conditioned-sampled", temperature=1.0)
-    write("branch_conditioned", args, lab, {"figures": figures(taus), "tables": tables, "cells": cells(found)}, lines)
+    write("branch_conditioned", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
 
 
 if __name__ == "__main__":

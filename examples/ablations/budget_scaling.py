@@ -40,7 +40,7 @@ def main() -> None:
     ]
     found = lab.run(variants, range(args.seeds), args.workers)
     taus = Taus(found)
-    tables = {f"{t:g}": show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures}
+    tables = [show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures]
     lines = []
     for t in taus.temperatures:
         when = " at temperature 1" if t else ""
@@ -59,7 +59,7 @@ def main() -> None:
         f"DFlash's at 256 nodes: {'beyond doubt' if ahead else 'not beyond doubt'} here."
     )
     plot(taus, args, "budget_scaling")
-    write("budget_scaling", args, lab, {"figures": figures(taus), "tables": tables, "cells": cells(found)}, lines)
+    write("budget_scaling", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
         f"{len(sure)} of {len(DECAY_RATES)} decay rates here{': ' + ', '.join(f'{rate:g}' for rate in sure) if sure else ''}."
     )
     plot(taus, args, "causal_vs_bidirectional")
-    write("causal_vs_bidirectional", args, lab, {"figures": figures(taus), "table": table, "cells": cells(found)}, lines)
+    write("causal_vs_bidirectional", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
 
 
 if __name__ == "__main__":

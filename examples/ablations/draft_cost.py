@@ -15,9 +15,7 @@ import time
 
 import torch
 from lab import arguments, make_lab
-from report import COLORS, ROOT, draw, write
-from rich.console import Console
-from rich.table import Table
+from report import COLORS, ROOT, draw, print_table, write
 
 from jetflow import masks
 from jetflow.heads.block_draft_head import BlockDraftHead
@@ -80,10 +78,11 @@ def main() -> None:
     lab = make_lab(args)
     contexts, blocks = (CONTEXTS[:1], BLOCKS[:2]) if args.smoke else (CONTEXTS, BLOCKS)
     costs = {context: cost(lab, context, blocks, 1 if args.smoke else 25) for context in contexts}
-    table = Table("context", *(f"{block - 1} drafted" for block in blocks))
-    for context, row in costs.items():
-        table.add_row(str(context), *(f"{took * 1e3:.2f} ms, c = {ratio:.1%}" for took, ratio in row.values()))
-    Console(width=200).print(table)
+    rows = [
+        [str(context), *(f"{took * 1e3:.2f} ms, c = {ratio:.1%}" for took, ratio in row.values())]
+        for context, row in costs.items()
+    ]
+    table = print_table(["context", *(f"{block - 1} drafted" for block in blocks)], rows)
     middle = costs[contexts[len(contexts) // 2]]
     gains = {a: {drafts: round(speedup(a, drafts, c), 2) for drafts, (_, c) in middle.items()} for a in ACCEPTANCES}
     first, last = min(middle), max(middle)
@@ -105,7 +104,7 @@ def main() -> None:
     if not args.smoke or args.out:
         draw(curves, (args.out or ROOT / "results" / "ablations") / "draft_cost")
     plain = {context: {drafts: list(values) for drafts, values in row.items()} for context, row in costs.items()}
-    write("draft_cost", args, lab, {"seconds_and_c": plain, "speedups": gains}, lines)
+    write("draft_cost", args, lab, {"seconds_and_c": plain, "speedups": gains}, [table], lines)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
         f"{'worst' if worst else 'not worst'} here; SFT is ahead at {sum(ahead.values())} of {len(ahead)} rates."
     )
     plot(taus, args, "learning_rate")
-    write("learning_rate", args, lab, {"figures": figures(taus), "table": table, "cells": cells(found)}, lines)
+    write("learning_rate", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main() -> None:
     variants = [Variant(name, HeadSpec(loss=name), BUDGETS, (0.0, 1.0)) for name in LOSSES]
     found = lab.run(variants, range(args.seeds), args.workers)
     taus = Taus(found)
-    tables = {f"{t:g}": show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures}
+    tables = [show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures]
     lines = [
         gain_text(taus, "forward-kl", other, 64, t) + (" at temperature 1" if t else "")
         for t in taus.temperatures
@@ -34,7 +34,7 @@ def main() -> None:
         f"({order[0]:.2f}, {order[1]:.2f} and {order[2]:.2f} at budget 64)."
     )
     plot(taus, args, "losses")
-    write("losses", args, lab, {"figures": figures(taus), "tables": tables, "cells": cells(found)}, lines)
+    write("losses", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
 
 
 if __name__ == "__main__":

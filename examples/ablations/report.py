@@ -75,8 +75,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 def show(taus: Taus, title: str, temperature: float = 0.0) -> str:
     """Prints a table, variants down and budgets across, and returns it as Markdown."""
-    head = [title, *(str(budget) for budget in taus.budgets)]
-    table, lines = Table(*head), ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for variant in taus.variants:
         row = [variant]
         for budget in taus.budgets:
@@ -85,10 +84,17 @@ def show(taus: Taus, title: str, temperature: float = 0.0) -> str:
                 continue
             low, high = taus.interval(variant, budget, temperature)
             row.append(f"{taus.tau(variant, budget, temperature):.2f} ({low:.2f} to {high:.2f})")
+        rows.append(row)
+    return print_table([title, *map(str, taus.budgets)], rows)
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Prints a table and returns it as Markdown."""
+    table = Table(*head)
+    for row in rows:
         table.add_row(*row)
-        lines.append("| " + " | ".join(row) + " |")
     Console(width=200).print(table)
-    return "\n".join(lines)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 def gain_text(taus: Taus, variant: str, over: str, budget: int, temperature: float = 0.0) -> str:
@@ -96,8 +102,8 @@ def gain_text(taus: Taus, variant: str, over: str, budget: int, temperature: flo
     return f"{variant} over {over} at budget {budget}: {mean:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
-def write(name: str, args: Namespace, lab: Lab, results: dict[str, Any], lines: Sequence[str]) -> None:
-    """Prints the conclusions and writes `NAME.json`; smoke runs write only where they are told to."""
+def write(name: str, args: Namespace, lab: Lab, results: dict[str, Any], tables: Sequence[str], lines: Sequence[str]) -> None:
+    """Prints the conclusions and writes `NAME.json`, and `NAME.md` for the docs; smoke runs write only if told where."""
     for line in lines:
         print(line)
     folder = args.out or (None if args.smoke else ROOT / "results" / "ablations")
@@ -115,7 +121,8 @@ def write(name: str, args: Namespace, lab: Lab, results: dict[str, Any], lines: 
         **results,
     }
     (folder / f"{name}.json").write_text(json.dumps(report, default=str) + "\n")
-    print(f"written: {folder / name}.json")
+    (folder / f"{name}.md").write_text("\n\n".join([*tables, "\n".join(f"- {line}" for line in lines)]) + "\n")
+    print(f"written: {folder / name}.json and .md")
 
 
 def figures(taus: Taus) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def main() -> None:
         f"{taus.tau('entropy', 64):.2f}."
     )
     plot(taus, args, "scoring")
-    write("scoring", args, lab, {"figures": figures(taus), "table": table, "cells": cells(found)}, lines)
+    write("scoring", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
 
 
 if __name__ == "__main__":

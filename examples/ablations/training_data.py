@@ -18,7 +18,7 @@ def main() -> None:
     variants = [Variant(data, HeadSpec(data=data), BUDGETS, (0.0, 1.0)) for data in ("greedy", "sampled", "corpus")]
     found = lab.run(variants, range(args.seeds), args.workers)
     taus = Taus(found)
-    tables = {f"{t:g}": show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures}
+    tables = [show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures]
     lines = []
     for t in taus.temperatures:
         for one, other in (("greedy", "corpus"), ("sampled", "corpus"), ("greedy", "sampled")):
@@ -29,7 +29,7 @@ def main() -> None:
         f"{gain:+.0%} tau at budget 64 for greedy decoding."
     )
     plot(taus, args, "training_data")
-    write("training_data", args, lab, {"figures": figures(taus), "tables": tables, "cells": cells(found)}, lines)
+    write("training_data", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
 
 
 if __name__ == "__main__":

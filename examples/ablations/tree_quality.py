@@ -15,9 +15,7 @@ from itertools import pairwise
 
 import torch
 from lab import HeadSpec, Lab, arguments, make_lab
-from report import COLORS, ROOT, draw, write
-from rich.console import Console
-from rich.table import Table
+from report import COLORS, ROOT, draw, print_table, write
 
 from jetflow.benchmark.replay import Text
 from jetflow.drafters.parallel import ParallelDrafter
@@ -72,14 +70,13 @@ def main() -> None:
                     decode = lab.target.tokenizer.decode
                     shown.setdefault(name, (gap, decode(history[-8:]), decode(path)))
     ranges = [f"< {EDGES[0]}", *(f"{a}-{b}" for a, b in pairwise(EDGES)), f">= {EDGES[-1]}"]
-    table = Table("head", "median gap", "mean", *ranges)
+    rows = []
     for name, values in gaps.items():
         borders = (float("-inf"), *EDGES, float("inf"))
         shares = [sum(a <= value < b for value in values) / len(values) for a, b in pairwise(borders)]
-        table.add_row(
-            name, f"{statistics.median(values):.2f}", f"{statistics.fmean(values):.2f}", *(f"{one:.0%}" for one in shares)
-        )
-    Console(width=200).print(table)
+        middle = [f"{statistics.median(values):.2f}", f"{statistics.fmean(values):.2f}"]
+        rows.append([name, *middle, *(f"{one:.0%}" for one in shares)])
+    table = print_table(["head", "median gap", "mean", *ranges], rows)
     lines = [f"{name}: behind {before!r} it drafts {path!r}, gap {gap:.1f} nats" for name, (gap, before, path) in shown.items()]
     medians = {name: statistics.median(values) for name, values in gaps.items()}
     holds = [medians[f"causal, {one}"] < medians[f"bidirectional, {one}"] for one in ("no decay", "decay 7")]
@@ -97,7 +94,7 @@ def main() -> None:
 
     if not args.smoke or args.out:
         draw(curves, (args.out or ROOT / "results" / "ablations") / "tree_quality")
-    write("tree_quality", args, lab, {"medians": medians, "gaps": gaps}, lines)
+    write("tree_quality", args, lab, {"medians": medians, "gaps": gaps}, [table], lines)
 
 
 if __name__ == "__main__":
