@@ -38,7 +38,7 @@ def one_round(scheme: Scheme, budget: int = 32, deepest: int = 6) -> str:
 
     leaves: dict[int, float] = {}
     lay_out(0)
-    column, row_height, first = 66, 19, 62
+    column, row_height, first = 58, 19, 62
     height = first + row_height * len(leaves) + 44
     drawing = Drawing(height, scheme, "One round: a drafted tree, and the path that the target accepted")
     drawing.text(8, 18, "... " + record["before"].splitlines()[-1][-34:], weight="bold")
@@ -148,7 +148,7 @@ def acceptance_rules(scheme: Scheme) -> str:
     names = {"chain, block": "chain, block", "fixed tree, match": "best-first, match", "drawn, traversal": "drawn, traversal"}
     series = {name: [(cell["temperature"], cell["tau"][rule]) for cell in chosen] for name, rule in names.items()}
     title = "tau of three rules by temperature, budget 32"
-    return lines(scheme, title, series, x_label="temperature", top=3, ticks=(0, 0.3, 0.6, 1.0))
+    return lines(scheme, title, series, x_label="temperature", top=2.8, ticks=(0, 0.3, 0.6, 1.0))
 
 
 FIGURES: dict[str, Callable[[Scheme], str]] = {

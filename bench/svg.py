@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH = 480
+WIDTH = 420
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -84,7 +84,7 @@ def lines(
         ticks: places of the x axis, evenly spaced on paper.
         dots: mark the points.
     """
-    left, right, high, low = 36.0, WIDTH - 14.0, 34.0, 230.0
+    left, right, high, low = 40.0, WIDTH - 14.0, 34.0, 230.0
     drawing = Drawing(270, scheme, title)
     drawing.legend(list(series), 16)
 
@@ -126,7 +126,7 @@ def bars(
         intervals: both ends of the interval of each value, by the names of `series`.
         mark: a value to draw a line at.
     """
-    left, right, thick = 96.0, WIDTH - 40.0, 11
+    left, right, thick = 100.0, WIDTH - 40.0, 11
     group = thick * len(series) + 9
     drawing = Drawing(40 + group * len(rows), scheme, title)
     drawing.legend(list(series), 16)

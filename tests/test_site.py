@@ -85,7 +85,8 @@ def window(site, browser):
         page = context.new_page()
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("requestfailed", lambda one: wrong.append(f"failed: {one.url}"))
+        # Leaving a page breaks off what it was still loading.
+        page.on("requestfailed", lambda one: None if "ERR_ABORTED" in one.failure else wrong.append(f"{one.failure}: {one.url}"))
         page.on("response", lambda one: wrong.append(f"{one.status}: {one.url}") if one.status >= 400 else None)
         page.on("request", lambda one: None if one.url.startswith((address, "data:", "blob:")) else wrong.append(one.url))
         return page

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg";
-  const COLUMN = 92, ROW = 22;
+  const COLUMN = 92, ROW = 22, CHARACTER = 7.3;
 
   function element(name, attributes, text) {
     const made = document.createElementNS(SVG, name);
@@ -39,7 +39,7 @@
       if (node.parent < 0) return;
       const kept = accepted.has(i);
       svg.append(element("line", {
-        x1: x(node.parent) + COLUMN - 26, y1: y(node.parent) - 4, x2: x(i) - 3, y2: y(i) - 4,
+        x1: x(node.parent) + CHARACTER * nodes[node.parent].text.length + 4, y1: y(node.parent) - 4, x2: x(i) - 3, y2: y(i) - 4,
         class: kept ? "round-kept" : "round-edge",
       }));
     });
