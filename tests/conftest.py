@@ -24,7 +24,6 @@ from jetflow import Target
 torch.set_num_threads(1)
 
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "look at the docs in a browser: this executable, or without PATH Playwright's own or one of the machine's"
     parser.addoption("--chromium", nargs="?", const="", metavar="PATH", help=help_)

@@ -62,7 +62,11 @@ def test_scripts_print_what_the_pages_show(script):
             if f'title="python {script}"' in head:
                 shown = content.splitlines()
                 places = range(len(lines) - len(shown) + 1)
-                assert any(all(map(agree, shown, lines[place : place + len(shown)])) for place in places), (page.name, shown, lines)
+                assert any(all(map(agree, shown, lines[place : place + len(shown)])) for place in places), (
+                    page.name,
+                    shown,
+                    lines,
+                )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))

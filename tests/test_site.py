@@ -86,7 +86,9 @@ def window(site, browser):
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         # Leaving a page breaks off what it was still loading.
-        page.on("requestfailed", lambda one: None if "ERR_ABORTED" in one.failure else wrong.append(f"{one.failure}: {one.url}"))
+        page.on(
+            "requestfailed", lambda one: None if "ERR_ABORTED" in one.failure else wrong.append(f"{one.failure}: {one.url}")
+        )
         page.on("response", lambda one: wrong.append(f"{one.status}: {one.url}") if one.status >= 400 else None)
         page.on("request", lambda one: None if one.url.startswith((address, "data:", "blob:")) else wrong.append(one.url))
         return page
@@ -148,7 +150,9 @@ def test_pictures_follow_the_colour_scheme(site, window, scheme):
 
 
 @pytest.mark.parametrize("device", WIDTHS)
-@pytest.mark.parametrize(("words", "expected"), [("traversal verification", "parts/acceptors/"), ("ThroughputBudget", "parts/budgets/")])
+@pytest.mark.parametrize(
+    ("words", "expected"), [("traversal verification", "parts/acceptors/"), ("ThroughputBudget", "parts/budgets/")]
+)
 def test_search_finds_pages(site, window, device, words, expected):
     page = window(WIDTHS[device])
     page.goto(site[0])

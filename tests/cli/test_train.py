@@ -318,3 +318,55 @@ def test_a_head_for_two_passes_from_its_recipe_to_its_text(tmp_path, answers, ca
     # The published head of the tiny pair knows nothing of it.
     assert main(["generate", *arguments, "--head", str(PAIR / "head"), "--passes", "2"]) == 2
     assert "passes=2 needs a head that was trained with refinement=True" in capsys.readouterr().err
+
+
+EAGLE = RECIPE.replace(
+    "block_size = 4\nnum_layers = 1\ntaps = [0, 3]", 'kind = "eagle3"\ndraft_vocab_size = 100\ntaps = [0, 2, 3]'
+)
+
+
+def test_an_eagle_head_is_trained_published_and_decodes(tmp_path, answers, capsys):
+    text = EAGLE.replace("num_anchors = 8", "num_anchors = 8\nnum_unroll = 3").replace(
+        "[data]", '[data]\nfeatures = "FEATURES"'
+    )
+    recipe = write_recipe(tmp_path, answers, text.replace("FEATURES", str(tmp_path / "states")))
+    assert main(["features", str(recipe)]) == 0
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    folder = tmp_path / "run" / "head"
+    head = load_head(folder)
+    assert (head.config.taps, head.config.draft_vocab_size, len(head.draft_tokens)) == ((0, 2, 3), 100, 100)
+    assert "# An EAGLE-3 draft head for target" in (folder / "README.md").read_text()
+    assert set(json.loads((folder / "result.json").read_text())["tau"]) == {"1", "8"}
+    capsys.readouterr()
+    arguments = ["generate", "--target", str(PAIR / "target"), "--prompt", "Hi", "--chat", "--max-new-tokens", "12", "--json"]
+    texts = []
+    for drafter in (["--drafter", "none"], ["--head", str(folder)]):
+        assert main([*arguments, "--dtype", "float32", *drafter]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
+    assert main([*arguments, "--head", str(folder), "--frequent-tokens", "8"]) == 2
+    assert "frequent_tokens.json" in capsys.readouterr().err
+    assert main(["verify", "--target", str(PAIR / "target"), "--head", str(folder), "--prompts-file", str(answers)]) == 2
+    assert "is an EAGLE-3 head" in capsys.readouterr().err
+    bench = ["bench", "--target", str(PAIR / "target"), "--head", str(folder), "--max-new-tokens", "8", "--dtype", "float32"]
+    bench += ["--data", str(PAIR / "heldout.jsonl"), "--count", "1", "--out", str(tmp_path / "bench.jsonl"), "--budgets", "6"]
+    assert main([*bench, "--methods", "plain", "eagle"]) == 0
+    assert "eagle@6" in capsys.readouterr().out
+    assert main([*bench, "--methods", "head"]) == 2
+    assert "is an EAGLE-3 head, method eagle" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "new", "message"),
+    [
+        (EAGLE, "block_size = 4", r"\[head\] block_size has no meaning for a head of kind eagle3"),
+        (EAGLE, "causal = false", r"\[head\] causal has no meaning for a head of kind eagle3"),
+        (RECIPE, "fc_norm = true", r"\[head\] fc_norm has no meaning for a head of kind block"),
+        (RECIPE, "kind = 'eagle2'", "kind must be block or eagle3, got 'eagle2'"),
+    ],
+)
+def test_keys_of_the_other_kind_of_head_are_refused(tmp_path, text, new, message):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text.replace("[loss]", f"{new}\n\n[loss]"))
+    with pytest.raises(ValueError, match=message):
+        read_recipe(path)

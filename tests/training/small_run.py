@@ -14,7 +14,7 @@ from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.losses import ForwardKL
 from jetflow.targets import Target
-from jetflow.training import StepSettings
+from jetflow.training import StepSettings, UnrollSettings, new_eagle_head
 from jetflow.training.data import Example
 from jetflow.training.rows import TrainingRows
 from jetflow.training.settings import TrainSettings
@@ -39,6 +39,11 @@ def small_head(target, seed=1, **changes):
     return BlockDraftHead(DraftHeadConfig.for_target(target.config, **sizes))
 
 
+def small_eagle_head(target, seed=1):
+    torch.manual_seed(seed)
+    return new_eagle_head(target, draft_tokens=torch.arange(0, VOCAB, 2), taps=(0, 1, 2), fc_norm=True, norm_output=True)
+
+
 def small_examples(count=24, seed=0):
     generator = torch.Generator().manual_seed(seed)
     examples = []
@@ -54,13 +59,17 @@ def small_rows(**changes):
     return TrainingRows(small_examples(), **given)
 
 
-def small_trainer(folder, *, rows=None, steps=6, step_settings=None, accelerator=None, refinement=False, **changes):
+def small_trainer(
+    folder, *, rows=None, steps=6, step_settings=None, accelerator=None, refinement=False, eagle=False, **changes
+):
     target = small_target()
     given = {"rows_per_pass": 8, "learning_rate": 1e-2, "warmup_steps": 2, "precision": "float32", "checkpoint_every": 2}
     settings = TrainSettings(**({"steps": steps, "seed": 3} | given | changes))
+    kind = UnrollSettings(ForwardKL(), num_unroll=3) if eagle else StepSettings(ForwardKL())
     return Trainer(
-        small_head(target, refinement=refinement), target, rows or small_rows(), folder=Path(folder), settings=settings,
-        step_settings=step_settings or StepSettings(ForwardKL()), accelerator=accelerator or Accelerator(cpu=True),
+        small_eagle_head(target) if eagle else small_head(target, refinement=refinement),
+        target, rows or small_rows(), folder=Path(folder),
+        settings=settings, step_settings=step_settings or kind, accelerator=accelerator or Accelerator(cpu=True),
     )  # fmt: skip
 
 
@@ -70,12 +79,13 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rows-per-pass", type=int, default=8)
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--eagle", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     trainer = small_trainer(
         args.folder, steps=args.steps, rows_per_pass=args.rows_per_pass, accelerator=accelerator, checkpoint_every=3,
-        shard_head=args.shard, shard_target=args.shard,
+        shard_head=args.shard, shard_target=args.shard, eagle=args.eagle,
     )  # fmt: skip
     args.folder.mkdir(parents=True, exist_ok=True)
     trainer.resume()

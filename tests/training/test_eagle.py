@@ -4,7 +4,7 @@ from conftest import make_model
 
 from jetflow import CrossEntropy, EagleDrafter, ForwardKL, Frontier, SpeculativeDecoder, Target
 from jetflow.training import Batch, eagle_loss, new_eagle_head
-from jetflow.training.eagle import unrolled_loss
+from jetflow.training.eagle import UnrollSettings, unrolled_loss
 
 DRAFTED = torch.arange(0, 61, 2)
 # The same sums in another order, float32.
@@ -53,8 +53,8 @@ def test_unrolled_steps_are_those_of_decoding_along_the_true_path(options):
     anchors = torch.tensor([[3, 6, 8], [4, 5, 9]])
     recorder = Recorder()
     unrolled_loss(
-        head, target, batch, anchors=anchors, valid=torch.ones_like(anchors, dtype=torch.bool), loss=recorder,
-        num_unroll=num_unroll,
+        head, target, batch, anchors=anchors, valid=torch.ones_like(anchors, dtype=torch.bool),
+        settings=UnrollSettings(recorder, num_unroll),
     )  # fmt: skip
     trained = torch.cat(recorder.draft).view(2, 3, num_unroll, -1).log_softmax(-1)
     for row, text in enumerate(batch.token_ids.tolist()):
@@ -91,7 +91,7 @@ def test_each_step_is_taught_the_targets_law_of_its_token():
     batch = some_batch(rows=1)
     recorder = Recorder()
     anchors = torch.tensor([[5]])
-    unrolled_loss(head, target, batch, anchors=anchors, valid=anchors > 0, loss=recorder, num_unroll=3)
+    unrolled_loss(head, target, batch, anchors=anchors, valid=anchors > 0, settings=UnrollSettings(recorder, 3))
     logits, _ = target.forward(batch.token_ids)
     torch.testing.assert_close(torch.cat(recorder.target), logits[0, 5:8, DRAFTED], atol=SAME, rtol=0)
     truth = batch.token_ids[0, 6:9].tolist()
@@ -126,8 +126,8 @@ def test_chunks_change_neither_loss_nor_gradients():
     for chunk_size in (7, 4096):
         head.zero_grad()
         out = unrolled_loss(
-            head, target, batch, anchors=anchors, valid=anchors > 0, loss=ForwardKL(), num_unroll=3, decay_rate=2.0,
-            chunk_size=chunk_size,
+            head, target, batch, anchors=anchors, valid=anchors > 0,
+            settings=UnrollSettings(ForwardKL(), 3, decay_rate=2.0, chunk_size=chunk_size),
         )  # fmt: skip
         out.loss.backward()
         found.append([out.loss.detach(), *(parameter.grad.clone() for parameter in head.parameters())])

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="training needs jetflow[train]")
 from small_run import BLOCK, small_head, small_rows, small_target, small_trainer
 
 from jetflow.losses import CrossEntropy, ForwardKL
-from jetflow.training import StepSettings
+from jetflow.training import StepSettings, UnrollSettings
 from jetflow.training.checkpoints import checkpoints, last_checkpoint
 from jetflow.training.optimizers import adamw, muon
 from jetflow.training.settings import TrainSettings
@@ -56,8 +56,9 @@ def run_script(folder, *arguments, kill_after=None, processes=1):
     return process.returncode, output
 
 
-def test_loss_falls_and_every_parameter_moves(tmp_path):
-    trainer = small_trainer(tmp_path, steps=30)
+@pytest.mark.parametrize("eagle", [False, True], ids=["block", "eagle"])
+def test_loss_falls_and_every_parameter_moves(tmp_path, eagle):
+    trainer = small_trainer(tmp_path, steps=30, eagle=eagle)
     before = {name: value.clone() for name, value in weights_of(trainer).items()}
     target_before = {name: value.clone() for name, value in trainer.target.model.state_dict().items()}
     reports = []
@@ -72,13 +73,12 @@ def test_loss_falls_and_every_parameter_moves(tmp_path):
     assert trainer.head.training
 
 
-@pytest.mark.parametrize("refinement", [False, True], ids=["plain", "refinement"])
+@pytest.mark.parametrize("kind", [{}, {"refinement": True}, {"eagle": True}], ids=["plain", "refinement", "eagle"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_accumulation_equals_the_big_batch(tmp_path, pack, refinement):
+def test_accumulation_equals_the_big_batch(tmp_path, pack, kind):
     grads, losses = [], []
     for size in (8, 4, 1):
-        given = {"rows": small_rows(pack=pack), "rows_per_pass": size, "refinement": refinement}
-        trainer = small_trainer(tmp_path, **given, clip_norm=1e9, steps=1)
+        trainer = small_trainer(tmp_path, rows=small_rows(pack=pack), rows_per_pass=size, clip_norm=1e9, steps=1, **kind)
         kept = []
 
         def keep(closure=None, trainer=trainer, kept=kept):
@@ -94,7 +94,9 @@ def test_accumulation_equals_the_big_batch(tmp_path, pack, refinement):
             torch.testing.assert_close(one, two, atol=ATOL, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9}, {"rows_per_pass": 3}], ids=["plain", "ema", "accumulated"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ema_decay": 0.9}, {"rows_per_pass": 3}, {"eagle": True, "ema_decay": 0.9}], ids="-".join
+)
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path, changes):
     whole = small_trainer(tmp_path / "whole", steps=9, **changes)
     whole.run()
@@ -140,9 +142,10 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(tmp_path, kills):
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["copies", "sharded"])
+@pytest.mark.parametrize("shard", [(), ("--shard",), ("--eagle",)], ids=["copies", "sharded", "eagle"])
 def test_two_processes_train_like_one(tmp_path, shard):
-    code, output = run_script(tmp_path / "one", "--steps", "6")
+    kind = shard if shard == ("--eagle",) else ()
+    code, output = run_script(tmp_path / "one", "--steps", "6", *kind)
     assert code == 0, output
     code, output = run_script(tmp_path / "two", "--steps", "6", "--rows-per-pass", "2", *shard, processes=2)
     assert code == 0, output
@@ -295,3 +298,20 @@ def test_bfloat16_autocast_keeps_float32_weights(tmp_path):
     assert trainer.head.fc.weight.dtype == torch.float32
     assert trainer.head.config.block_size == BLOCK
     assert adamw(trainer.head, 0.1)[0].param_groups[0]["peak_lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eagle": True, "shard_head": True}, "shard_head must be False for an EAGLE-3 head"),
+        ({"eagle": True, "activation_checkpointing": True}, "activation_checkpointing must be False for an EAGLE-3 head"),
+        (
+            {"eagle": True, "step_settings": StepSettings(ForwardKL())},
+            "of a EagleHead must be UnrollSettings, got StepSettings",
+        ),
+        ({"step_settings": UnrollSettings(ForwardKL())}, "of a BlockDraftHead must be StepSettings, got UnrollSettings"),
+    ],
+)
+def test_settings_of_the_other_kind_of_head_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_trainer(tmp_path, **changes)

@@ -39,8 +39,12 @@ class DataSection:
 
 @dataclass(frozen=True)
 class HeadSection:
-    """`[head]`: sizes of the head. With `start_from`, what is left out is as in the head that training starts from."""
+    """`[head]`: sizes of the head. With `start_from`, what is left out is as in the head that training starts from.
 
+    `kind` is "block" (JetFlow, DFlash) or "eagle3", for which `fc_norm`, `norm_output` and `draft_vocab_size` are.
+    """
+
+    kind: str = "block"
     block_size: int | None = None
     num_layers: int | None = None
     taps: list[int] | None = None
@@ -51,6 +55,9 @@ class HeadSection:
     correction_rank: int | None = None
     refinement: bool | None = None
     start_from: str | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    draft_vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class LossSection:
     tree_weight: float = 0.0
     tree_budget: int = 16
     tree_temperature: float = 0.0
+    num_unroll: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class Recipe:
 if TYPE_CHECKING:
     from jetflow.protocols import Loss
     from jetflow.targets import Target
+    from jetflow.training.eagle import UnrollSettings
     from jetflow.training.rows import TrainingRows
     from jetflow.training.step import StepSettings
 
@@ -111,6 +120,12 @@ SECTIONS = {
     "train": TrainSettings,
     "evaluation": EvaluationSection,
 }
+# Keys that only one kind of head has.
+BLOCK_KEYS = (
+    "head.block_size", "head.num_layers", "head.mask_token", "head.mask_token_id", "head.causal", "head.correction",
+    "head.correction_rank", "head.refinement", "head.start_from", "loss.num_frequent",
+)  # fmt: skip
+EAGLE_KEYS = ("head.fc_norm", "head.norm_output", "head.draft_vocab_size", "loss.num_unroll")
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -133,6 +148,7 @@ def read_recipe(path: Path) -> Recipe:
     recipe = _section(Recipe, {**plain, **built}, str(path))
     if recipe.loss.num_frequent is not None and recipe.loss.num_frequent < 1:
         raise ValueError(f"{path}: [loss] num_frequent must be at least 1, got {recipe.loss.num_frequent}")
+    _check_kind(recipe, path)
     return recipe
 
 
@@ -161,6 +177,18 @@ def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> S
     )
 
 
+def unroll_settings(section: LossSection) -> UnrollSettings:
+    """Builds what `[loss]` asks for, for an EAGLE-3 head.
+
+    Raises:
+        ValueError: as for `step_settings`.
+    """
+    from jetflow.training.eagle import UnrollSettings
+
+    num_unroll = 7 if section.num_unroll is None else section.num_unroll
+    return UnrollSettings(_loss(section), num_unroll, section.decay_rate, section.chunk_size)
+
+
 def _loss(section: LossSection) -> Loss:
     from jetflow import losses
 
@@ -186,6 +214,16 @@ def _loss(section: LossSection) -> Loss:
     if section.name == "tree-acceptance":
         raise ValueError(f"[loss] tree_weight={section.tree_weight} goes with another loss, not with tree-acceptance itself")
     return losses.MixedLoss([loss, tree], [1.0, section.tree_weight])
+
+
+def _check_kind(recipe: Recipe, path: Path) -> None:
+    kind = recipe.head.kind
+    if kind not in ("block", "eagle3"):
+        raise ValueError(f"{path}: [head] kind must be block or eagle3, got {kind!r}")
+    for name in EAGLE_KEYS if kind == "block" else BLOCK_KEYS:
+        section, key = name.split(".")
+        if getattr(getattr(recipe, section), key) is not None:
+            raise ValueError(f"{path}: [{section}] {key} has no meaning for a head of kind {kind}")
 
 
 def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jetflow.cli.recipe import HeadSection, Recipe
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.config import DraftHeadConfig
+    from jetflow.heads.eagle_head import EagleHead
     from jetflow.targets import Target
     from jetflow.training.data import Example
     from jetflow.training.progress import TrainingLog
@@ -125,6 +126,7 @@ def _features(args: argparse.Namespace) -> int:
     from accelerate import Accelerator
 
     from jetflow.cli.recipe import read_recipe
+    from jetflow.heads.eagle_config import default_eagle_taps
     from jetflow.training.features import estimate_bytes, write_features
 
     recipe = read_recipe(Path(args.recipe))
@@ -132,7 +134,10 @@ def _features(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.recipe}: [data] features must say where the states go")
     target = _target(recipe, Accelerator())
     examples, max_length = _examples(recipe, target), _max_length(recipe, target)
-    taps = (_head(recipe, target).config if recipe.head.start_from else _head_config(recipe.head, target)).taps
+    if recipe.head.kind == "eagle3":
+        taps = tuple(recipe.head.taps or default_eagle_taps(target.num_layers))
+    else:
+        taps = (_head(recipe, target).config if recipe.head.start_from else _head_config(recipe.head, target)).taps
     size = estimate_bytes(examples, len(taps), target.hidden_size, max_length)
     print(f"{len(examples)} examples, {size / 1e9:.2f} GB in {recipe.data.features}", file=sys.stderr)
     written = write_features(
@@ -144,7 +149,7 @@ def _features(args: argparse.Namespace) -> int:
 
 
 def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, accelerator: Accelerator) -> Trainer:
-    from jetflow.cli.recipe import step_settings
+    from jetflow.cli.recipe import step_settings, unroll_settings
     from jetflow.training.optimizers import adamw, muon
     from jetflow.training.trainer import Trainer
 
@@ -153,9 +158,10 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
         raise ValueError(f"optimizer must be one of {', '.join(known)}, got {recipe.optimizer!r}")
     if recipe.optimizer == "muon" and recipe.train.shard_head:
         raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
+    eagle = recipe.head.kind == "eagle3"
     return Trainer(
-        _head(recipe, target), target, rows, folder=out, settings=recipe.train,
-        step_settings=step_settings(recipe.loss, target, rows),
+        _eagle_head(recipe, target, rows) if eagle else _head(recipe, target), target, rows, folder=out, settings=recipe.train,
+        step_settings=unroll_settings(recipe.loss) if eagle else step_settings(recipe.loss, target, rows),
         make_optimizers=partial(known[recipe.optimizer], weight_decay=recipe.weight_decay),
         accelerator=accelerator,
     )  # fmt: skip
@@ -185,6 +191,24 @@ def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
             refinement=section.refinement,
         )  # fmt: skip
     return BlockDraftHead(_head_config(section, target))
+
+
+def _eagle_head(recipe: Recipe, target: Target, rows: TrainingRows) -> EagleHead:
+    import torch
+
+    from jetflow.training.eagle import new_eagle_head
+
+    section = recipe.head
+    torch.manual_seed(recipe.train.seed)
+    draft_tokens = None
+    if section.draft_vocab_size is not None:
+        if not 1 <= section.draft_vocab_size <= target.vocab_size:
+            raise ValueError(f"[head] draft_vocab_size={section.draft_vocab_size} must be in [1, {target.vocab_size}]")
+        draft_tokens = rows.frequent_tokens(target.vocab_size, section.draft_vocab_size).sort().values
+    return new_eagle_head(
+        target, draft_tokens=draft_tokens, taps=section.taps, fc_norm=bool(section.fc_norm),
+        norm_output=bool(section.norm_output),
+    )  # fmt: skip
 
 
 def _head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
@@ -227,7 +251,7 @@ def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) 
     trainer.on_step = log.on_step
     prompts = _heldout(recipe, target)
 
-    def evaluate(step: int, head: BlockDraftHead) -> None:
+    def evaluate(step: int, head: BlockDraftHead | EagleHead) -> None:
         begin = time.perf_counter()
         section = recipe.evaluation
         reports = measure_tau(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jetflow.training.anchors import sample_anchors, supervised_slots
-from jetflow.training.eagle import eagle_loss, new_eagle_head, unrolled_loss
+from jetflow.training.eagle import UnrollSettings, eagle_loss, new_eagle_head, unrolled_loss
 from jetflow.training.step import Batch, StepOutput, StepSettings, TeacherStates, block_loss, draft_loss
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "StepSettings",
     "TeacherStates",
     "Trainer",
+    "UnrollSettings",
     "block_loss",
     "draft_loss",
     "eagle_loss",

@@ -7,7 +7,7 @@ H hidden size of the head, k tapped layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,22 @@ from jetflow.training.step import Batch, StepOutput, TeacherStates, slot_metrics
 
 if TYPE_CHECKING:
     from jetflow.targets import Target
+
+
+class UnrollSettings(NamedTuple):
+    """How a step of an EAGLE-3 head compares draft and target; `StepSettings` for such heads.
+
+    Attributes:
+        loss: compares the laws in each slot, such as `ForwardKL()`.
+        num_unroll: K, steps per anchor; the first reads the target's states, the others the head's own.
+        decay_rate: steps after which a step's weight has fallen by e; 0 weights all steps alike.
+        chunk_size: slots whose logits exist at a time.
+    """
+
+    loss: Loss
+    num_unroll: int = 7
+    decay_rate: float = 0.0
+    chunk_size: int = 4096
 
 
 def new_eagle_head(
@@ -83,9 +99,9 @@ def eagle_loss(
         target: the frozen model it drafts for.
         batch: sequences and their loss masks.
         loss: compares draft and target laws in each slot, such as `ForwardKL()`.
-        num_unroll: K, steps per anchor; the first reads the target's states, the others the head's own.
+        num_unroll: see `UnrollSettings`.
         num_anchors: A, anchors drawn per sequence; all possible ones when absent.
-        decay_rate: steps after which a step's weight has fallen by e; 0 weights all steps alike.
+        decay_rate: see `UnrollSettings`.
         generator: source of the anchors' randomness.
 
     Returns:
@@ -103,9 +119,8 @@ def eagle_loss(
     # Columns that no row needs only cost time.
     width = max(1, int(valid.sum(dim=1).max()))
     anchors, valid = anchors[:, :width], valid[:, :width]
-    return unrolled_loss(
-        head, target, batch, anchors=anchors, valid=valid, loss=loss, num_unroll=num_unroll, decay_rate=decay_rate
-    )
+    settings = UnrollSettings(loss, num_unroll, decay_rate)
+    return unrolled_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings)
 
 
 def unrolled_loss(
@@ -115,10 +130,7 @@ def unrolled_loss(
     *,
     anchors: Tensor,
     valid: Tensor,
-    loss: Loss,
-    num_unroll: int = 7,
-    decay_rate: float = 0.0,
-    chunk_size: int = 4096,
+    settings: UnrollSettings,
     states: TeacherStates | None = None,
 ) -> StepOutput:
     """Computes the loss of the steps unrolled from given anchors; `eagle_loss` with the choice of anchors left to the caller.
@@ -133,18 +145,20 @@ def unrolled_loss(
         batch: sequences and their loss masks.
         anchors: int64 [B, A], positions in [0, S).
         valid: bool [B, A]; other anchors do not count.
-        loss: compares draft and target laws in each slot.
-        num_unroll: K, steps per anchor.
-        decay_rate: see `eagle_loss`.
-        chunk_size: slots whose logits exist at a time.
+        settings: loss, number of steps and how they are computed.
         states: the target's states for this batch; computed when absent.
 
     Raises:
         ValueError: as for `eagle_loss`, or `chunk_size` is below 1.
     """
+    loss, num_unroll, decay_rate, chunk_size = settings
     for name, value in (("num_unroll", num_unroll), ("chunk_size", chunk_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if getattr(loss, "uses_path", False):
+        raise ValueError(
+            f"loss must give each slot its own value for an EAGLE-3 head, got {type(loss).__name__}, which reads blocks"
+        )
     if batch.token_ids.shape != batch.loss_mask.shape or batch.token_ids.shape[1] < 2:
         raise ValueError(
             f"token_ids and loss_mask must have one shape [B, S] with S of 2 or more, got {tuple(batch.token_ids.shape)} and "

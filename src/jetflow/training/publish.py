@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jetflow.heads.config import DraftHeadConfig
+from jetflow.heads.eagle_config import EagleHeadConfig
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RunFacts:
     data: Mapping[str, str]
     recipe: Mapping[str, Any]
     command: str
-    head: DraftHeadConfig
+    head: DraftHeadConfig | EagleHeadConfig
     num_parameters: int
     num_steps: int
     num_tokens: int
@@ -117,20 +118,14 @@ def _smooth(values: Sequence[float], share: float = 0.02) -> list[float]:
 def _card(facts: RunFacts, result: Mapping[str, Any]) -> str:
     rows = "\n".join(f"| {budget} | {'-' if tau is None else f'{tau:.2f}'} |" for budget, tau in facts.taus.items())
     data = "\n".join(f"- `{name}`: sha256 `{digest[:16]}...`" for name, digest in facts.data.items())
-    kind = "causal" if facts.head.causal else "bidirectional"
-    size, head = f"{facts.num_parameters / 1e6:.1f} million parameters", facts.head
+    size = f"{facts.num_parameters / 1e6:.1f} million parameters"
+    title, sizes, correction = _described(facts.head)
     start = facts.recipe.get("head", {}).get("start_from")
     begun = f" They began with the head `{'/'.join(Path(start).parts[-2:])}`." if start else ""
-    correction = ""
-    if head.correction is not None:
-        kind_and_rank = f"{head.correction} correction of rank {head.correction_rank}"
-        correction = f"\nA {kind_and_rank} lies in `correction/`; other loaders find the plain head."
-    if head.refinement:
-        correction += "\nIt was trained for refinement: `ParallelDrafter(head, target, passes=2)` reads its own trees."
     tokens, hours = f"{facts.num_tokens / 1e6:.2f} million tokens", f"{facts.seconds / 3600:.1f} hours"
-    return f"""# A JetFlow draft head for {facts.target}
+    return f"""# {title} for {facts.target}
 
-{size}, {head.num_layers} layers, block size {head.block_size}, {kind} in the block, weights in bfloat16.
+{size}, {sizes}, weights in bfloat16.
 It holds nothing of the target and works with its very weights only (fingerprint `{facts.fingerprint}`).{correction}
 
 ```
@@ -154,3 +149,20 @@ Trained on:
 
 Made with {", ".join(f"{name} {number}" for name, number in result["versions"].items())}.
 """
+
+
+def _described(head: DraftHeadConfig | EagleHeadConfig) -> tuple[str, str, str]:
+    """Title, sizes, and what is to be said of a correction."""
+    if isinstance(head, EagleHeadConfig):
+        flags = [name for name in ("fc_norm", "norm_output") if getattr(head, name)]
+        sizes = f"one layer, drafts {head.draft_vocab_size} of {head.vocab_size} tokens"
+        return "An EAGLE-3 draft head", ", ".join([sizes, *flags]), ""
+    kind = "causal" if head.causal else "bidirectional"
+    sizes = f"{head.num_layers} layers, block size {head.block_size}, {kind} in the block"
+    correction = ""
+    if head.correction is not None:
+        kind_and_rank = f"{head.correction} correction of rank {head.correction_rank}"
+        correction = f"\nA {kind_and_rank} lies in `correction/`; other loaders find the plain head."
+    if head.refinement:
+        correction += "\nIt was trained for refinement: `ParallelDrafter(head, target, passes=2)` reads its own trees."
+    return "A JetFlow draft head", sizes, correction

@@ -1,4 +1,4 @@
-"""Trainer: the loop around `block_loss`. One code for one CPU and for many GPUs.
+"""Trainer: the loop around `block_loss`, or `unrolled_loss` for EAGLE-3 heads. One code for one CPU and for many GPUs.
 
 Everything random is a function of seed and step, and everything else is in the checkpoint, so that a run that was killed
 and goes on ends with the same weights as one that was not.
@@ -27,8 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.checkpoint import save_head
+from jetflow.heads.eagle_config import EagleHeadConfig
+from jetflow.heads.eagle_head import EagleHead
 from jetflow.targets import Target
 from jetflow.training.checkpoints import last_checkpoint, load_checkpoint, save_checkpoint
+from jetflow.training.eagle import UnrollSettings, unrolled_loss
 from jetflow.training.optimizers import adamw
 from jetflow.training.rows import AnchoredBatch, TrainingRows
 from jetflow.training.settings import TrainSettings
@@ -55,7 +58,7 @@ class Trainer:
         rows: what to train on.
         folder: where checkpoints, logs and the finished head go.
         settings: how long and how fast.
-        step_settings: the loss and how it is computed.
+        step_settings: the loss and how it is computed; `UnrollSettings` for an EAGLE-3 head.
         make_optimizers: builds the optimizers over the head's parameters; AdamW with betas (0.9, 0.95) when absent.
         states: the target's states of a batch, from a cache; computed by the target when absent.
         on_evaluation: called every so many steps with the step and the head (averaged weights where there are some), on the
@@ -68,36 +71,40 @@ class Trainer:
         stopped: whether the run was asked to stop and did so before its end.
 
     Raises:
-        ValueError: the head's weights are not float32, or sharding is asked for without several processes.
+        ValueError: the head's weights are not float32, sharding is asked for without several processes, or the settings are
+            those of the other kind of head.
     """
 
     def __init__(
         self,
-        head: BlockDraftHead,
+        head: BlockDraftHead | EagleHead,
         target: Target,
         rows: TrainingRows,
         *,
         folder: Path,
         settings: TrainSettings,
-        step_settings: StepSettings,
+        step_settings: StepSettings | UnrollSettings,
         make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
         states: StateSource | None = None,
-        on_evaluation: Callable[[int, BlockDraftHead], Any] | None = None,
+        on_evaluation: Callable[[int, BlockDraftHead | EagleHead], Any] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         accelerator: Accelerator | None = None,
     ):
         if any(weight.dtype != torch.float32 for weight in head.parameters()):
             raise ValueError(f"head must hold float32 weights, which bfloat16 autocast updates, got {head.fc.weight.dtype}")
+        _check_kind(head, settings, step_settings)
         self.accelerator = accelerator or Accelerator()
         self.target, self.rows, self.folder = target, rows, folder
         self.settings, self.step_settings = settings, step_settings
         self.states, self.on_evaluation, self.on_step = states, on_evaluation, on_step
         head.train()
-        head.activation_checkpointing = settings.activation_checkpointing
+        if isinstance(head, BlockDraftHead):
+            head.activation_checkpointing = settings.activation_checkpointing
         if settings.shard_target:
             shard_target(target)
         self.head: Any = head
-        if settings.shard_head:
+        self._draft_tokens = head.draft_tokens if isinstance(head, EagleHead) else None
+        if settings.shard_head and isinstance(head, BlockDraftHead):
             shard_head(head)
         else:
             self.head = self.accelerator.prepare_model(head)
@@ -172,7 +179,7 @@ class Trainer:
             self.on_evaluation(self.step, head)
         self.accelerator.wait_for_everyone()
 
-    def finished_head(self, dtype: torch.dtype | None = None) -> BlockDraftHead | None:
+    def finished_head(self, dtype: torch.dtype | None = None) -> BlockDraftHead | EagleHead | None:
         """Returns a copy of the head, averaged weights where there are some; None but on the first process.
 
         All processes must call it. The copy has the target's dtype unless told otherwise.
@@ -180,7 +187,8 @@ class Trainer:
         weights = self._weights()
         if not self.accelerator.is_main_process:
             return None
-        copy = BlockDraftHead(self.head_config)
+        config = self.head_config
+        copy = EagleHead(config, self._draft_tokens) if isinstance(config, EagleHeadConfig) else BlockDraftHead(config)
         copy.load_state_dict(weights if self._average is None else self._average)
         return copy.to(self.target.device, dtype or self.target.dtype).eval()
 
@@ -229,11 +237,12 @@ class Trainer:
         states = self.states(anchored) if self.states else None
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
         bfloat16 = self.settings.precision == "bfloat16"
+        where: dict[str, Any] = {"anchors": anchored.anchors, "valid": anchored.valid, "states": states}
+        settings = self.step_settings
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=bfloat16):
-            return block_loss(
-                self.head, self.target, anchored.batch, anchors=anchored.anchors, valid=anchored.valid,
-                settings=self.step_settings, states=states, generator=generator,
-            )  # fmt: skip
+            if isinstance(settings, UnrollSettings):
+                return unrolled_loss(self.head, self.target, anchored.batch, settings=settings, **where)
+            return block_loss(self.head, self.target, anchored.batch, settings=settings, generator=generator, **where)
 
     def _apply(self, weight_sum: float) -> None:
         """Divides the summed gradients by the weight of the whole step, and takes the step."""
@@ -287,3 +296,16 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _check_kind(
+    head: BlockDraftHead | EagleHead, settings: TrainSettings, step_settings: StepSettings | UnrollSettings
+) -> None:
+    """An EAGLE-3 head has settings of its own, and one small layer, which is neither sharded nor recomputed."""
+    eagle = isinstance(head, EagleHead)
+    if eagle != isinstance(step_settings, UnrollSettings):
+        wanted = "UnrollSettings" if eagle else "StepSettings"
+        raise ValueError(f"step_settings of a {type(head).__name__} must be {wanted}, got {type(step_settings).__name__}")
+    for name in ("shard_head", "activation_checkpointing"):
+        if eagle and getattr(settings, name):
+            raise ValueError(f"{name} must be False for an EAGLE-3 head, got True")
