@@ -26,6 +26,7 @@ _HOMES = {
     "jetflow.drafters.merged": ("MergedDrafter",),
     "jetflow.drafters.parallel": ("ParallelDrafter",),
     "jetflow.drafters.prompt_lookup": ("PromptLookupDrafter",),
+    "jetflow.drafters.reuse": ("ReusingDrafter",),
     "jetflow.heads.block_draft_head": ("BlockDraftHead",),
     "jetflow.heads.checkpoint": ("load_head", "save_head"),
     "jetflow.heads.config": ("DraftHeadConfig",),

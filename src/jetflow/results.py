@@ -37,6 +37,11 @@ class Round:
     stats: RoundStats
 
     @property
+    def expected_kept(self) -> float:
+        """Tokens that the tree's own scores expected the round to keep: the sum of its nodes' probabilities."""
+        return float(self.tree.expected_acceptance_length()[0])
+
+    @property
     def num_accepted(self) -> int:
         """Kept tokens that were drafted: those that the round emits before its bonus token."""
         return min(self.stats.num_accepted, len(self.kept))

@@ -5,7 +5,17 @@ import torch
 from conftest import make_model, plain_greedy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from jetflow import Beam, BestFirst, Chain, ChildSampling, DraftModelDrafter, SpeculativeDecoder, Target, TraversalVerification
+from jetflow import (
+    Beam,
+    BestFirst,
+    Chain,
+    ChildSampling,
+    DraftModelDrafter,
+    SamplingAcceptor,
+    SpeculativeDecoder,
+    Target,
+    TraversalVerification,
+)
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 
@@ -53,3 +63,19 @@ def test_what_does_not_fit_is_named():
         DraftModelDrafter(Target(Qwen3ForCausalLM(other).eval()), target)
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         DraftModelDrafter(target, target, depth=0)
+
+
+def test_a_draft_by_the_targets_own_law_keeps_what_its_trees_expect():
+    target = Target(make_model("qwen3"))
+    drafter = DraftModelDrafter(Target(make_model("qwen3")), target, BestFirst(), depth=3)
+    decoder, rounds = SpeculativeDecoder(target, drafter, SamplingAcceptor(), budget=6), []
+    for seed in range(3):
+        # The last round is cut by the length limit, which trees know only as a largest depth.
+        decoder.generate(PROMPT, max_new_tokens=120, seed=seed, eos_token_id=[], on_round=rounds.append)
+    kept = torch.tensor([float(len(one.kept)) for one in rounds])
+    expected = torch.tensor([one.expected_kept for one in rounds])
+    error = (kept - expected).std() / len(rounds) ** 0.5
+    assert expected.std() > 0.1
+    assert abs(float((kept - expected).mean())) < 3 * error
+    # The mean over rounds tells trees of another size apart.
+    assert error < 0.1

@@ -55,19 +55,7 @@ class MergedDrafter:
     def propose(self, context: DraftContext, budget: int) -> TokenTree:
         """Returns the best `budget` nodes of all trees, best first."""
         trees = [one.propose(context, budget) for one in self._drafters]
-        if any(tree.laws is not None for tree in trees):
-            raise ValueError("trees of drawn children cannot be merged: which ones are kept would depend on their tokens")
-        rows = [_merge_row(trees, self._weights, row, budget) for row in range(len(context.root_tokens))]
-        width = max(len(row) for row in rows)
-        columns: list[list[list[Any]]] = [[], [], []]
-        for row, root in zip(rows, context.root_tokens.tolist(), strict=True):
-            index = {path: node for node, (path, _) in enumerate(row)}
-            padding = width - len(row)
-            columns[0].append([path[-1] if path else root for path, _ in row] + [0] * padding)
-            columns[1].append([index[path[:-1]] if path else -1 for path, _ in row] + [-1] * padding)
-            columns[2].append([score for _, score in row] + [0.0] * padding)
-        tree = TokenTree.from_parents(columns[0], columns[1], columns[2], num_nodes=[len(row) for row in rows])
-        return tree.to(context.root_tokens.device)
+        return merge_trees(trees, self._weights, budget)
 
     def _each(self, name: str, *args: Any) -> None:
         for one in self._drafters:
@@ -76,6 +64,33 @@ class MergedDrafter:
 
 
 Path = tuple[int, ...]
+
+
+def merge_trees(trees: Sequence[TokenTree], weights: Sequence[float], budget: int) -> TokenTree:
+    """Joins trees with equal roots and keeps the best `budget` nodes by the mixture of their laws, best first.
+
+    Args:
+        trees: of equal numbers of rows; in a row, trees of the root alone leave their weight to the others.
+        weights: of each tree, above 0.
+        budget: most nodes, root included.
+
+    Raises:
+        ValueError: a tree has drawn children.
+    """
+    if any(tree.laws is not None for tree in trees):
+        raise ValueError("trees of drawn children cannot be merged: which ones are kept would depend on their tokens")
+    roots = trees[0].tokens[:, 0]
+    rows = [_merge_row(trees, weights, row, budget) for row in range(len(roots))]
+    width = max(len(row) for row in rows)
+    columns: list[list[list[Any]]] = [[], [], []]
+    for row, root in zip(rows, roots.tolist(), strict=True):
+        index = {path: node for node, (path, _) in enumerate(row)}
+        padding = width - len(row)
+        columns[0].append([path[-1] if path else root for path, _ in row] + [0] * padding)
+        columns[1].append([index[path[:-1]] if path else -1 for path, _ in row] + [-1] * padding)
+        columns[2].append([score for _, score in row] + [0.0] * padding)
+    tree = TokenTree.from_parents(columns[0], columns[1], columns[2], num_nodes=[len(row) for row in rows])
+    return tree.to(roots.device)
 
 
 def _merge_row(trees: Sequence[TokenTree], weights: Sequence[float], row: int, budget: int) -> list[tuple[Path, float]]:
