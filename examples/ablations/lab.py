@@ -52,7 +52,7 @@ from jetflow.targets import Target  # noqa: E402
 from jetflow.training import TeacherStates  # noqa: E402
 from jetflow.training.anchors import sample_anchors  # noqa: E402
 from jetflow.training.answering import answer_prompts  # noqa: E402
-from jetflow.training.eagle import new_eagle_head, unrolled_loss  # noqa: E402
+from jetflow.training.eagle import UnrollSettings, new_eagle_head, unrolled_loss  # noqa: E402
 from jetflow.training.step import StepSettings, block_loss  # noqa: E402
 
 # Documents that the tiny target was trained on; those that follow are held out.
@@ -206,7 +206,7 @@ class Lab:
             anchors, valid = sample_anchors(batch.loss_mask, self.num_anchors, generator)
             shared: dict[str, Any] = {"anchors": anchors, "valid": valid, "states": states}
             if spec.kind == "eagle3":
-                out = unrolled_loss(head, self.target, batch, loss=loss, **shared)
+                out = unrolled_loss(head, self.target, batch, settings=UnrollSettings(loss), **shared)
             else:
                 out = block_loss(head, self.target, batch, settings=settings, generator=generator, **shared)
             return out.loss, f"  expected acceptance length {out.expected_acceptance_length.item():.2f}"
