@@ -9,6 +9,7 @@ give the same bytes, and a test compares them. Under a second. Expected: the fil
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bench.svg import SCHEMES, WIDTH, Drawing, Scheme, bars, lines
@@ -162,11 +163,19 @@ FIGURES: dict[str, Callable[[Scheme], str]] = {
 }
 
 
+def ablations() -> dict[str, Callable[[Scheme], str]]:
+    """The charts that the ablations put into their results."""
+    found: dict[str, Callable[[Scheme], str]] = {}
+    for path in sorted((RESULTS / "ablations").glob("*.json")):
+        for name, chart in json.loads(path.read_text())["charts"].items():
+            found[f"ablation-{name.replace('_', '-')}"] = partial(lines, **chart)
+    return found
+
+
 def figures() -> dict[str, str]:
     """Every figure by file name."""
-    return {
-        f"{name}-{which}.svg": draw(scheme) for name, draw in FIGURES.items() for which, scheme in SCHEMES.items()
-    }
+    drawn = FIGURES | ablations()
+    return {f"{name}-{which}.svg": draw(scheme) for name, draw in drawn.items() for which, scheme in SCHEMES.items()}
 
 
 def main() -> None:
@@ -174,7 +183,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, svg in figures().items():
         (folder / name).write_text(svg)
-    print(f"{len(FIGURES)} figures of {WIDTH} pixels in {folder}")
+    print(f"{len(figures()) // 2} figures of {WIDTH} pixels in {folder}")
 
 
 if __name__ == "__main__":

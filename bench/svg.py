@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -19,8 +19,16 @@ class Scheme(NamedTuple):
 
 
 SCHEMES = {
-    "light": Scheme("#404040", "#c8c8c8", ("#3949ab", "#e65100", "#00796b", "#8e24aa")),
-    "dark": Scheme("#d0d0d8", "#50536a", ("#8c9eff", "#ffb74d", "#4db6ac", "#ce93d8")),
+    "light": Scheme(
+        "#404040",
+        "#c8c8c8",
+        ("#3949ab", "#e65100", "#00796b", "#8e24aa", "#c62828", "#6d4c41", "#0288d1", "#9e9d24", "#d81b60", "#546e7a"),
+    ),
+    "dark": Scheme(
+        "#d0d0d8",
+        "#50536a",
+        ("#8c9eff", "#ffb74d", "#4db6ac", "#ce93d8", "#ef9a9a", "#bcaaa4", "#81d4fa", "#e6ee9c", "#f48fb1", "#b0bec5"),
+    ),
 }
 
 
@@ -46,6 +54,12 @@ class Drawing:
         """A filled rectangle."""
         self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
 
+    def band(self, points: Sequence[tuple[float, float, float]], colour: str) -> None:
+        """A faint area between two curves, given as (x, lower y, upper y)."""
+        there = [f"{x:.1f} {low:.1f}" for x, low, _ in points]
+        back = [f"{x:.1f} {high:.1f}" for x, _, high in reversed(points)]
+        self._parts.append(f'<path d="M{"L".join(there + back)}Z" fill="{colour}" fill-opacity="0.13"/>')
+
     def text(self, x: float, y: float, text: str, *, anchor: str = "start", colour: str = "", weight: str = "normal") -> None:
         """A line of text whose baseline starts, ends or has its middle at a point."""
         self._parts.append(
@@ -54,12 +68,14 @@ class Drawing:
         )
 
     def legend(self, names: Sequence[str], y: float) -> None:
-        """Names of the series in their colours, side by side."""
-        x = 10.0
-        for name, colour in zip(names, self.scheme.colours, strict=False):
-            self.bar(x, y - 9, 10, 10, colour)
-            self.text(x + 14, y, name)
-            x += 30 + 6.7 * len(name)
+        """Names of the series in their colours, side by side, in as many rows as they take."""
+        for row in legend_rows(names):
+            x = 10.0
+            for name in row:
+                self.bar(x, y - 9, 10, 10, self.scheme.colours[names.index(name)])
+                self.text(x + 14, y, name)
+                x += _legend_width(name)
+            y += 17
 
     def svg(self) -> str:
         """The whole file."""
@@ -70,8 +86,30 @@ class Drawing:
         return "\n".join([head, f"<title>{escape(self.title)}</title>", *self._parts, "</svg>", ""])
 
 
+def legend_rows(names: Sequence[str]) -> list[list[str]]:
+    """Splits the names of a legend into rows that fit."""
+    rows: list[list[str]] = [[]]
+    for name in names:
+        if rows[-1] and sum(map(_legend_width, [*rows[-1], name])) > WIDTH - 10:
+            rows.append([])
+        rows[-1].append(name)
+    return rows
+
+
+def _legend_width(name: str) -> float:
+    return 30 + 6.7 * len(name)
+
+
 def lines(
-    scheme: Scheme, title: str, series: Series, *, x_label: str, top: float, ticks: Sequence[float], dots: bool = True
+    scheme: Scheme,
+    title: str,
+    series: Series,
+    *,
+    x_label: str,
+    top: float,
+    ticks: Sequence[float],
+    dots: bool = True,
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
 ) -> str:
     """Curves over an x axis whose ticks stand where they are named; x between ticks is placed linearly between them.
 
@@ -100,8 +138,14 @@ def lines(
     for tick in ticks:
         drawing.text(place(tick), low + 16, f"{tick:g}", anchor="middle")
     drawing.text((left + right) / 2, low + 34, x_label, anchor="middle")
+
+    def height(y: float) -> float:
+        return low - (low - high) * y / top
+
+    for name, colour in zip(bands or {}, scheme.colours, strict=False):
+        drawing.band([(place(x), height(bottom), height(end)) for x, bottom, end in (bands or {})[name]], colour)
     for points, colour in zip(series.values(), scheme.colours, strict=False):
-        drawing.curve([(place(x), low - (low - high) * y / top) for x, y in points], colour, dots=dots)
+        drawing.curve([(place(x), height(y)) for x, y in points], colour, dots=dots)
     return drawing.svg()
 
 

@@ -2,10 +2,10 @@
 
     python -m bench.tiny_methods [--seeds 3] [--steps 300]        (part of make bench-tiny)
 
-Equal data (the target's own greedy answers), steps, batches and nearly equal parameters; tau over three seeds along the target's
-own texts, with 95 % intervals over seeds and prompts; then the speed of the first seed's heads, methods taking turns in one
-process, texts compared. Writes results/tiny_methods.json. Heads that exist in runs/lab are not trained again; with nothing there
-it takes about 10 minutes on two CPU cores.
+Equal data (the target's own greedy answers), steps, batches and nearly equal parameters; tau over three seeds along the
+target's own texts, with 95 % intervals over seeds and prompts; then the speed of the first seed's heads, methods taking turns
+in one process, texts compared. Writes results/tiny_methods.json. Heads that exist in runs/lab are not trained again; with
+nothing there it takes about 10 minutes on two CPU cores.
 """
 
 import argparse

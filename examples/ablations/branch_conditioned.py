@@ -9,7 +9,7 @@ the JetFlow paper to compare with: its heads draft one law per depth. The oracle
 from functools import partial
 
 from lab import Cell, HeadSpec, Lab, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.benchmark.replay import replay
 from jetflow.drafters.draft_model import DraftModelDrafter
@@ -80,9 +80,12 @@ def main() -> None:
                 )
     best = max((taus.tau(one.name, 16), one.name) for one in variants)
     lines.append(f"Best at budget 16 and temperature 0: {best[1]} with tau {best[0]:.2f}.")
-    plot(taus, args, "branch_conditioned")
-    plot(taus, args, "branch_conditioned-sampled", temperature=1.0)
-    write("branch_conditioned", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
+    charts = {
+        "branch_conditioned": chart(taus, "tau by what the scores know, greedy"),
+        "branch_conditioned-sampled": chart(taus, "tau by what the scores know, temperature 1", 1.0),
+    }
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("branch_conditioned", args, lab, results, tables=tables, lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 from lab import HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.trees.expanders import BestFirst, Chain, FanoutBestFirst
@@ -58,8 +58,9 @@ def main() -> None:
         f"Paper's ordering: tau grows with every budget {'here, too' if grows else '- not here'}; JetFlow's tree above "
         f"DFlash's at 256 nodes: {'beyond doubt' if ahead else 'not beyond doubt'} here."
     )
-    plot(taus, args, "budget_scaling")
-    write("budget_scaling", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
+    charts = {"budget_scaling": chart(taus, "tau by budget, method and expansion")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("budget_scaling", args, lab, results, tables=tables, lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

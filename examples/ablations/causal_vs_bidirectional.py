@@ -9,7 +9,7 @@ Expected: no reliable difference in tau with either expansion; the paper (Table 
 from functools import partial
 
 from lab import HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.trees.expanders import FanoutBestFirst
@@ -47,8 +47,9 @@ def main() -> None:
         f"Paper's ordering (causal above bidirectional at every decay rate): at budget 128 it is beyond doubt at "
         f"{len(sure)} of {len(DECAY_RATES)} decay rates here{': ' + ', '.join(f'{rate:g}' for rate in sure) if sure else ''}."
     )
-    plot(taus, args, "causal_vs_bidirectional")
-    write("causal_vs_bidirectional", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
+    charts = {"causal_vs_bidirectional": chart(taus, "tau of causal and bidirectional blocks by budget")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("causal_vs_bidirectional", args, lab, results, tables=[table], lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

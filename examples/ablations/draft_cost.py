@@ -10,12 +10,13 @@ accepting each token a chain gains (1 - a^(N+1)) / ((1 - a) (N c + 1)) (Leviatha
 head has random weights: a cost does not depend on them.
 """
 
+import math
 import statistics
 import time
 
 import torch
 from lab import arguments, make_lab
-from report import COLORS, ROOT, draw, print_table, write
+from report import print_table, write
 
 from jetflow import masks
 from jetflow.heads.block_draft_head import BlockDraftHead
@@ -94,17 +95,13 @@ def main() -> None:
         "they share one reading of the weights."
     )
 
-    def curves(axis) -> None:
-        for color, (a, gain) in zip(COLORS, gains.items(), strict=False):
-            axis.plot(list(gain), list(gain.values()), marker="o", color=color, label=f"acceptance {a}")
-        axis.set(xlabel="drafted tokens", ylabel="expected speedup of a chain", xscale="log")
-        axis.set_xticks(list(middle), [str(one) for one in middle])
-        axis.legend(fontsize="small", frameon=False)
-
-    if not args.smoke or args.out:
-        draw(curves, (args.out or ROOT / "results" / "ablations") / "draft_cost")
+    series = {f"acceptance {a}": list(gain.items()) for a, gain in gains.items()}
+    top = 4 * math.ceil(max(y for points in series.values() for _, y in points) / 4)
+    title = "expected speedup of a chain by drafted tokens"
+    drawn = {"title": title, "series": series, "x_label": "drafted tokens", "top": top, "ticks": list(middle)}
     plain = {context: {drafts: list(values) for drafts, values in row.items()} for context, row in costs.items()}
-    write("draft_cost", args, lab, {"seconds_and_c": plain, "speedups": gains}, [table], lines)
+    results = {"seconds_and_c": plain, "speedups": gains}
+    write("draft_cost", args, lab, results, tables=[table], lines=lines, charts={"draft_cost": drawn})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 from tiny_corpus import documents  # noqa: E402
 from tiny_loop import Row, orders, pad, train  # noqa: E402

@@ -7,7 +7,7 @@ MATH-500, tau for SFT / forward KL): 8.70 / 8.71 at 5e-5, 9.34 / 9.39 at 1e-4, 9
 """
 
 from lab import HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, plot, show, write
+from report import Taus, cells, chart, figures, show, write
 
 BUDGETS, FACTORS = (16, 64), (0.1, 0.3, 1.0, 2.0)
 NAMES = {"cross-entropy": "SFT", "forward-kl": "forward KL"}
@@ -34,8 +34,9 @@ def main() -> None:
         f"Paper's ordering (the smallest rate is worst; SFT and forward KL level at every rate): the smallest rate is "
         f"{'worst' if worst else 'not worst'} here; SFT is ahead at {sum(ahead.values())} of {len(ahead)} rates."
     )
-    plot(taus, args, "learning_rate")
-    write("learning_rate", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
+    charts = {"learning_rate": chart(taus, "tau by learning rate and loss")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("learning_rate", args, lab, results, tables=[table], lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ has 9.98 for cross-entropy (SFT), 10.01 for forward KL and 6.59 for reverse KL.
 """
 
 from lab import LOSSES, HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 BUDGETS = (8, 16, 32, 64, 128)
 
@@ -33,8 +33,9 @@ def main() -> None:
         f"{'holds' if holds else 'does not hold'} here at temperature 0; ahead is {first} "
         f"({order[0]:.2f}, {order[1]:.2f} and {order[2]:.2f} at budget 64)."
     )
-    plot(taus, args, "losses")
-    write("losses", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
+    charts = {"losses": chart(taus, "tau by loss and budget")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("losses", args, lab, results, tables=tables, lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

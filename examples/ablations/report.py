@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from bench.svg import SCHEMES
+from bench.svg import lines as draw_lines
 from lab import ROOT, Cell, Lab
 from rich.console import Console
 from rich.table import Table
 
 RESAMPLES = 2000
-COLORS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd"]
 
 
 class Taus:
@@ -102,8 +104,27 @@ def gain_text(taus: Taus, variant: str, over: str, budget: int, temperature: flo
     return f"{variant} over {over} at budget {budget}: {mean:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
-def write(name: str, args: Namespace, lab: Lab, results: dict[str, Any], tables: Sequence[str], lines: Sequence[str]) -> None:
-    """Prints the conclusions and writes `NAME.json`, and `NAME.md` for the docs; smoke runs write only if told where."""
+def write(
+    name: str,
+    args: Namespace,
+    lab: Lab,
+    results: dict[str, Any],
+    *,
+    tables: Sequence[str],
+    lines: Sequence[str],
+    charts: Mapping[str, dict[str, Any]],
+) -> None:
+    """Prints the conclusions and writes `NAME.json`, and `NAME.md` and charts beside it; smoke runs only if told where.
+
+    Args:
+        name: of the ablation.
+        args: options of the script.
+        lab: the laboratory.
+        results: what else goes into the JSON.
+        tables: in Markdown.
+        lines: the conclusions.
+        charts: arguments of `bench.svg.lines` by name.
+    """
     for line in lines:
         print(line)
     folder = args.out or (None if args.smoke else ROOT / "results" / "ablations")
@@ -119,10 +140,13 @@ def write(name: str, args: Namespace, lab: Lab, results: dict[str, Any], tables:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "conclusions": list(lines),
         **results,
+        "charts": charts,
     }
     (folder / f"{name}.json").write_text(json.dumps(report, default=str) + "\n")
     (folder / f"{name}.md").write_text("\n\n".join([*tables, "\n".join(f"- {line}" for line in lines)]) + "\n")
-    print(f"written: {folder / name}.json and .md")
+    for title, one in charts.items():
+        (folder / f"{title}.svg").write_text(draw_lines(SCHEMES["light"], **one))
+    print(f"written: {folder / name}.json, .md and charts")
 
 
 def figures(taus: Taus) -> list[dict[str, Any]]:
@@ -145,42 +169,14 @@ def cells(found: Sequence[Cell]) -> list[dict[str, Any]]:
     return [asdict(cell) for cell in found]
 
 
-def plot(taus: Taus, args: Namespace, name: str, *, temperature: float = 0.0) -> None:
-    """Draws tau against budget with intervals, once for light and once for dark pages, beside the results."""
-    folder = args.out or (None if args.smoke else ROOT / "results" / "ablations")
-    if folder is None:
-        return
-
-    def lines(axis: Any) -> None:
-        for color, variant in zip(COLORS * 3, taus.variants, strict=False):
-            budgets = [one for one in taus.budgets if taus.has(variant, one, temperature)]
-            if not budgets:
-                continue
-            low, high = zip(*(taus.interval(variant, one, temperature) for one in budgets), strict=True)
-            axis.plot(budgets, [taus.tau(variant, one, temperature) for one in budgets], marker="o", color=color, label=variant)
-            axis.fill_between(budgets, low, high, color=color, alpha=0.12, linewidth=0)
-        axis.set(xlabel="budget (nodes per tree)", ylabel="tau", xscale="log", xticks=taus.budgets)
-        axis.set_xticklabels(taus.budgets)
-        axis.minorticks_off()
-        axis.legend(fontsize="small", frameon=False)
-
-    draw(lines, folder / name)
-
-
-def draw(fill: Any, path: Path, size: tuple[float, float] = (7.0, 4.2)) -> None:
-    """Writes `PATH-light.svg` and `PATH-dark.svg` of the axes that `fill(axis)` draws on."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for mode, ink in (("light", "#222222"), ("dark", "#dddddd")):
-        names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-        # A fixed salt and no date, so that the same results give the same file.
-        settings = dict.fromkeys(names, ink) | {"svg.hashsalt": "jetflow", "axes.spines.top": False, "axes.spines.right": False}
-        with pyplot.rc_context(settings):
-            figure, axis = pyplot.subplots(figsize=size, layout="constrained")
-            fill(axis)
-            figure.savefig(f"{path}-{mode}.svg", transparent=True, metadata={"Date": None})
-            pyplot.close(figure)
+def chart(taus: Taus, title: str, temperature: float = 0.0) -> dict[str, Any]:
+    """What `bench.svg.lines` draws: tau against budget with intervals."""
+    series, bands = {}, {}
+    for variant in taus.variants:
+        budgets = [one for one in taus.budgets if taus.has(variant, one, temperature)]
+        if budgets:
+            series[variant] = [(one, round(taus.tau(variant, one, temperature), 3)) for one in budgets]
+            bands[variant] = [(one, *(round(end, 3) for end in taus.interval(variant, one, temperature))) for one in budgets]
+    top = 4 * math.ceil(max(high for band in bands.values() for _, _, high in band) / 4)
+    return {"title": title, "series": series, "bands": bands, "x_label": "budget (nodes per tree)", "top": top,
+            "ticks": taus.budgets}  # fmt: skip

@@ -9,7 +9,7 @@ MATH-500, tau): 9.81; entropy 5.52; hybrid 9.81, 9.78, 9.78, 9.63, 9.27, 9.00 at
 from functools import partial
 
 from lab import HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.scoring import EntropyGuided, Hybrid, cumulative_log_prob
@@ -43,8 +43,9 @@ def main() -> None:
         f"{best} with {taus.tau(best, 64):.2f}, cumulative log-probability has {taus.tau(first, 64):.2f}, entropy "
         f"{taus.tau('entropy', 64):.2f}."
     )
-    plot(taus, args, "scoring")
-    write("scoring", args, lab, {"figures": figures(taus), "cells": cells(found)}, [table], lines)
+    charts = {"scoring": chart(taus, "tau by scoring function and budget")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("scoring", args, lab, results, tables=[table], lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

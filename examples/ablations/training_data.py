@@ -7,7 +7,7 @@ speedup of 7.82 with the target's answers and 3.36 with the corpus's.
 """
 
 from lab import HeadSpec, Variant, arguments, make_lab
-from report import Taus, cells, figures, gain_text, plot, show, write
+from report import Taus, cells, chart, figures, gain_text, show, write
 
 BUDGETS = (8, 16, 32, 64, 128)
 
@@ -28,8 +28,9 @@ def main() -> None:
         f"Paper's ordering (the target's own answers above the corpus's): {'holds' if low > 0 else 'does not hold'} here, "
         f"{gain:+.0%} tau at budget 64 for greedy decoding."
     )
-    plot(taus, args, "training_data")
-    write("training_data", args, lab, {"figures": figures(taus), "cells": cells(found)}, tables, lines)
+    charts = {"training_data": chart(taus, "tau by training data and budget")}
+    results = {"figures": figures(taus), "cells": cells(found)}
+    write("training_data", args, lab, results, tables=tables, lines=lines, charts=charts)
 
 
 if __name__ == "__main__":

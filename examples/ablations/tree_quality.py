@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 from lab import HeadSpec, Lab, arguments, make_lab
-from report import COLORS, ROOT, draw, print_table, write
+from report import print_table, write
 
 from jetflow.benchmark.replay import Text
 from jetflow.drafters.parallel import ParallelDrafter
@@ -86,15 +86,12 @@ def main() -> None:
         + ", ".join(f"{name}: {value:.2f}" for name, value in medians.items())
     )
 
-    def curves(axis) -> None:
-        for color, (name, values) in zip(COLORS, gaps.items(), strict=False):
-            axis.ecdf(values, color=color, label=name)
-        axis.set(xlabel="gap in nats, draft minus target", ylabel="share of branches", xscale="symlog")
-        axis.legend(fontsize="small", frameon=False)
-
-    if not args.smoke or args.out:
-        draw(curves, (args.out or ROOT / "results" / "ablations") / "tree_quality")
-    write("tree_quality", args, lab, {"medians": medians, "gaps": gaps}, [table], lines)
+    places = (0, 1, *EDGES, 80)
+    series = {name: [(x, sum(one < x for one in values) / len(values)) for x in places] for name, values in gaps.items()}
+    title, label = "share of branches whose gap is below so many nats", "gap in nats, draft minus target"
+    drawn = {"title": title, "series": series, "x_label": label, "top": 1, "ticks": places}
+    results = {"medians": medians, "gaps": gaps}
+    write("tree_quality", args, lab, results, tables=[table], lines=lines, charts={"tree_quality": drawn})
 
 
 if __name__ == "__main__":
