@@ -212,20 +212,6 @@ def test_what_is_cached_round_by_round_is_what_one_pass_gives():
 
 
 @torch.no_grad()
-def test_long_prompts_are_read_in_chunks(monkeypatch):
-    target = Target(make_model("qwen3"))
-    head = make_eagle(target)
-    texts = [PROMPT, PROMPT[:4], [*PROMPT, 7, 8, 9]]
-    whole = EagleDrafter(head, target, depth=3)
-    expected = whole.propose(observed(whole, target, texts), 12)
-    monkeypatch.setattr("jetflow.drafters.eagle.CHUNK", 4)
-    chunked = EagleDrafter(head, target, depth=3)
-    got = chunked.propose(observed(chunked, target, texts), 12)
-    assert got.tokens.tolist() == expected.tokens.tolist()
-    torch.testing.assert_close(got.scores, expected.scores, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
 def test_only_so_many_nodes_of_a_level_get_children_and_the_best_of_all_are_kept():
     """EAGLE-2's tree, by plain loops: expand the best nodes of each level, then keep the best of all levels."""
     target = Target(make_model("qwen3"))

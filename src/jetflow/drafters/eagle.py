@@ -23,9 +23,6 @@ from jetflow.trees.ranking import likeliest_tokens
 from jetflow.trees.sampling import ChildSampling
 from jetflow.trees.token_tree import TokenTree
 
-# Positions of a long prompt that the head reads at a time; their attention mask is that many rows high.
-CHUNK = 1024
-
 
 class EagleDrafter:
     """Drafts level by level with an EAGLE-3 head: every node's law is conditional on its whole path.
@@ -82,8 +79,8 @@ class EagleDrafter:
         weight = self._head.fc.weight
         self._cache = self._head.new_cache(batch_size)
         self._waiting = _Waiting(batch_size, weight.new_zeros(batch_size, 0, weight.shape[1]))
-        # State and normed state of the last position of each row.
-        self._last = weight.new_zeros(2, batch_size, 1, len(weight))
+        # Features of the last position of each row.
+        self._last = weight.new_zeros(batch_size, 1, weight.shape[1])
 
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
         """Takes newly committed tokens [B, T], `num_tokens` [B] per row, and their features [B, T, k * Ht]."""
@@ -96,7 +93,7 @@ class EagleDrafter:
         if depth < 1:
             return TokenTree.root_only(context.root_tokens)
         assert self._cache is not None, "reset comes before a draft"
-        self._read_waiting(context.root_tokens)
+        self._read_waiting(self._cache, context.root_tokens)
         source = _StepSource(
             self._head,
             self._embed,
@@ -111,38 +108,15 @@ class EagleDrafter:
         return self._expander(context.root_tokens, source, budget)
 
     @torch.no_grad()
-    def _read_waiting(self, root_tokens: Tensor) -> None:
-        """Runs the head over the committed positions that it has not read yet, now that the token behind the last is known."""
+    def _read_waiting(self, cache: HeadCache, root_tokens: Tensor) -> None:
+        """Reads the committed positions that wait, now that the token behind the last of them is known."""
         tokens, features, counts = self._waiting.take(root_tokens)
-        for start in range(0, tokens.shape[1], CHUNK):
-            here = [min(max(count - start, 0), CHUNK) for count in counts]
-            size = max(here)
-            part = slice(start, start + size)
-            states, normed = self._run_context(tokens[:, part], features[:, part], here)
-            # Rows that ended in an earlier chunk, or had nothing to read, keep what they have.
-            rows = [row for row, count in enumerate(here) if count]
-            ends = [here[row] - 1 for row in rows]
-            self._last[0, rows, 0], self._last[1, rows, 0] = states[rows, ends], normed[rows, ends]
-
-    def _run_context(self, tokens: Tensor, features: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Reads committed positions, `counts` per row, and keeps their keys and values; returns states as `EagleHead.step`."""
-        cache = self._cache
-        assert cache is not None
-        size = tokens.shape[1]
-        starts = torch.tensor(cache.lengths, device=tokens.device)
-        positions = starts[:, None] + torch.arange(size, device=tokens.device)
-        places = torch.arange(max(cache.lengths) + size, device=tokens.device)
-        mask = (places <= positions[:, :, None])[:, None]
-        cache.reserve(size)
-        new: list[Tensor] = []
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            new.extend((keys, values))
-            return masked_attention(queries, *cache.write_block(0, keys, values), mask)
-
-        out = self._head.step(self._embed(tokens), self._head.fuse(features), positions, attend)
-        cache.append(torch.stack(new)[None], counts)
-        return out
+        if not any(counts):
+            return
+        self._head.extend_context(cache, self._embed(tokens), features, counts)
+        for row, count in enumerate(counts):
+            if count:
+                self._last[row, 0] = features[row, count - 1]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of `tokens` int64 [...], the head's own or the target's."""
@@ -157,7 +131,7 @@ class _StepSource:
         head: the head.
         embed: embeddings of tokens.
         cache: the committed positions, the one before the root included.
-        last: float [2, B, 1, H], state and normed state of that position.
+        last: float [B, 1, k * Ht], features of that position.
         max_depth: most levels.
         width: most children of one node.
         num_expanded: most nodes of a level that get children.
@@ -177,24 +151,38 @@ class _StepSource:
         self.max_depth = max_depth
         self._head, self._embed, self._cache = head, embed, cache
         self._width, self._num_expanded = width, num_expanded
-        self._states, self._normed = last
+        self._last = last
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         # Which drafted nodes each node of the last frontier sees, bool [B, F, N].
-        self._seen = torch.zeros(last.shape[1], 1, 0, dtype=torch.bool, device=last.device)
+        self._seen = torch.zeros(len(last), 1, 0, dtype=torch.bool, device=last.device)
 
     @torch.no_grad()
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
         slots = frontier.tokens.shape[1]
         count = slots if self._num_expanded is None else min(slots, self._num_expanded)
-        if level > 1:
+        if level == 1:
+            self._step_at_root(frontier.tokens)
+        else:
             self._step(level, frontier.tokens[:, :count], frontier.parents[:, :count])
         logits = self._head.lm_head(self._normed).float()
         best = likeliest_tokens(logits, min(self._width, logits.shape[-1]))
         log_probs = logits.log_softmax(-1).gather(-1, best)
         tokens = best if self._head.draft_tokens is None else self._head.draft_tokens[best]
         return pad(tokens, (0, 0, 0, slots - count)), pad(log_probs, (0, 0, 0, slots - count), value=NEVER)
+
+    def _step_at_root(self, tokens: Tensor) -> None:
+        """Runs the head over the last committed position, behind which the roots [B, 1] stand; its keys are in the cache."""
+        keys, values = self._cache.view(0)
+        lengths = torch.tensor(self._cache.lengths, device=tokens.device)
+        mask = (torch.arange(keys.shape[2], device=tokens.device) < lengths[:, None])[:, None, None]
+
+        def attend(queries: Tensor, *own: Tensor) -> Tensor:
+            return masked_attention(queries, keys, values, mask)
+
+        states = self._head.fuse(self._last)
+        self._states, self._normed = self._head.step(self._embed(tokens), states, lengths[:, None] - 1, attend)
 
     def _step(self, level: int, tokens: Tensor, parents: Tensor) -> None:
         """Runs the head over nodes [B, F] of depth `level - 1`, whose parents are indices into the frontier before."""

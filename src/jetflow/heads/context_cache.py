@@ -60,6 +60,11 @@ class HeadCache:
             grown[..., :capacity, :] = self._storage
             self._storage = grown
 
+    def view(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns views of one layer's keys and values [B, H, longest row, D]."""
+        layer, end = self._storage[index], max(self.lengths)
+        return layer[0, :, :, :end], layer[1, :, :, :end]
+
     def write_block(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a block's keys and values [B, H, T, D] behind each row's context, which they are not added to.
 

@@ -40,14 +40,16 @@ class EagleAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
+    def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [B, Hk, T, D] of `states` [B, T, 2 * H]."""
+        keys, values = (project(states).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        keys = keys if self.k_norm is None else self.k_norm(keys)
+        return rotate(keys.transpose(1, 2), rotation), values.transpose(1, 2)
+
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        queries, keys, values = (
-            project(states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        out = attend(rotate(queries, rotation), rotate(keys, rotation), values)
+        queries = self.q_proj(states).unflatten(-1, (-1, self.head_dim))
+        queries = queries if self.q_norm is None else self.q_norm(queries)
+        out = attend(rotate(queries.transpose(1, 2), rotation), *self.keys_values(states, rotation))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -62,6 +64,11 @@ class EagleLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
+
+    def keys_values(self, embeds: Tensor, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Returns what other positions see of these ones, without running the layer there."""
+        read = torch.cat([self.input_layernorm(embeds), self.hidden_norm(states)], dim=-1)
+        return self.self_attn.keys_values(read, rotation)
 
     def forward(self, embeds: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         normed = self.hidden_norm(states)
@@ -126,6 +133,23 @@ class EagleHead(nn.Module):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
+    def extend_context(self, cache: HeadCache, embeds: Tensor, features: Tensor, num_tokens: list[int]) -> None:
+        """Appends the keys and values of newly committed positions; nothing else of them is needed, as there is one layer.
+
+        Args:
+            cache: cache of B rows; the new positions follow those it holds.
+            embeds: float [B, T, H], embeddings of the tokens behind the positions, rows padded at their end.
+            features: float [B, T, k * Ht], tapped target states at the positions.
+            num_tokens: how many of the T positions of each row are real.
+
+        Raises:
+            ValueError: `features` has another width than the head reads.
+        """
+        starts = torch.tensor(cache.lengths, device=embeds.device)
+        positions = starts[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
+        rotation = self._rotary(positions, embeds.dtype)
+        cache.append(torch.stack(self.midlayer.keys_values(embeds, self.fuse(features), rotation))[None], num_tokens)
+
     def step(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Runs the layer once.
 
@@ -162,18 +186,20 @@ class EagleHead(nn.Module):
         Raises:
             ValueError: `features` has another width than the head reads.
         """
-        context: list[tuple[Tensor, Tensor]] = []
+        positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
+        states = self.fuse(features)
+        context = self.midlayer.keys_values(embeds, states, self._rotary(positions, embeds.dtype))
+        visible = mask.gather(2, anchors[:, None, :, None].expand(-1, -1, -1, mask.shape[3]))
 
         def over_context(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            context.append((keys, values))
-            return masked_attention(queries, keys, values, mask)
+            # The anchors' own keys are among the context's.
+            return masked_attention(queries, *context, visible)
 
-        positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
-        states, normed = self.step(embeds, self.fuse(features), positions, over_context)
+        # The first step is run at the anchors only: of other positions there are but keys and values to see.
         rows = anchors[:, :, None].expand(-1, -1, states.shape[-1])
-        states, found = states.gather(1, rows), [normed.gather(1, rows)]
-        visible = mask.gather(2, anchors[:, None, :, None].expand(-1, -1, -1, mask.shape[3]))
-        attend = partial(_attend_along_path, context[0], [], visible)
+        states, normed = self.step(embeds.gather(1, rows), states.gather(1, rows), anchors, over_context)
+        found = [normed]
+        attend = partial(_attend_along_path, context, [], visible)
         for index in range(path_embeds.shape[2]):
             states, normed = self.step(path_embeds[:, :, index], states, anchors + index + 1, attend)
             found.append(normed)
