@@ -1,6 +1,6 @@
 """Question: do trees keep what their scores promise, and does what the last tree held below the bonus help the next one?
 
-    python -m bench.branch_conditioned [--head models/tiny/head] [--passes 1 2 3] [--num-prompts 24]
+    python -m bench.branch_conditioned [--head models/tiny/head] [--passes 1 2 3] [--num-prompts 12]
 
 Greedy, float32, held-out prompts of models/tiny. For every method: measured tau, the tau that the trees' scores expected
 (the sum of their nodes' probabilities), the share of rounds whose tree had a seed from the round before, and seconds per
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, nargs="+", default=[1])
     parser.add_argument("--weights", type=float, nargs="*", default=[0.05, 0.2])
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--num-prompts", type=int, default=24)
+    parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

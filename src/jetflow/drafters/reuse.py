@@ -93,6 +93,10 @@ def seed_trees(last: TokenTree, context: DraftContext, num_new: list[int]) -> To
         rows.append(kept)
     width = max(len(row) for row in rows)
     padded = [row + [(0, -1, 0.0)] * (width - len(row)) for row in rows]
-    tokens, parents, scores = ([[node[i] for node in row] for row in padded] for i in range(3))
-    trees = TokenTree.from_parents(tokens, parents, scores, num_nodes=[len(row) for row in rows])
+    trees = TokenTree.from_parents(
+        [[token for token, _, _ in row] for row in padded],
+        [[parent for _, parent, _ in row] for row in padded],
+        [[score for _, _, score in row] for row in padded],
+        num_nodes=[len(row) for row in rows],
+    )
     return trees.to(last.tokens.device)

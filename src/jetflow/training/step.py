@@ -242,7 +242,8 @@ def block_loss(
 def _places(slots: Tensor, by_block: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Row, block and depth (from 0) of every supervised slot, int64 [M], or of all slots of blocks that have some, [M, D]."""
     if not by_block:
-        return slots.nonzero(as_tuple=True)
+        rows, blocks, depths = slots.nonzero(as_tuple=True)
+        return rows, blocks, depths
     rows, blocks = slots.any(-1).nonzero(as_tuple=True)
     depths = torch.arange(slots.shape[2], device=slots.device).expand(len(rows), -1)
     return rows[:, None].expand_as(depths), blocks[:, None].expand_as(depths), depths
