@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.svg import SCHEMES, WIDTH, Drawing, Scheme, bars, lines
+
 from jetflow.benchmark.runner import read_records
 
 ROOT = Path(__file__).parents[1]

@@ -4,8 +4,9 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-import jetflow
 from bench.figures import FOLDER, figures
+
+import jetflow
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -61,12 +61,8 @@ def test_scripts_print_what_the_pages_show(script):
         for head, content in fences(page):
             if f'title="python {script}"' in head:
                 shown = content.splitlines()
-                places = range(len(lines) - len(shown) + 1)
-                assert any(all(map(agree, shown, lines[place : place + len(shown)])) for place in places), (
-                    page.name,
-                    shown,
-                    lines,
-                )
+                parts = [lines[place : place + len(shown)] for place in range(len(lines) - len(shown) + 1)]
+                assert any(all(map(agree, shown, part)) for part in parts), (page.name, shown, lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
