@@ -22,6 +22,8 @@ from triton.compiler import ASTSource
 
 from jetflow.kernels.commit_triton import _commit
 from jetflow.kernels.cost import tree_attention_cost
+from jetflow.kernels.expand import expansion_sizes
+from jetflow.kernels.expand_triton import _expand, num_warps
 from jetflow.kernels.top_tokens_triton import CHUNK, _chunks, _join
 from jetflow.kernels.tree_attention import SPLIT
 from jetflow.kernels.tree_attention_triton import _attend, tile_sizes
@@ -62,7 +64,7 @@ def compile_attention(chip: int, heads: tuple[int, int, int], nodes: int, dtype:
 
 
 def compile_small(chip: int) -> dict[str, Compiled]:
-    """Compiles the other kernels at Qwen3-8B's shapes: 64 tokens of 151,936, trees of 256 nodes, heads of 128."""
+    """Compiles the other kernels at Qwen3-8B's shapes: 64 tokens of 151,936, trees of 256 nodes, 15 levels, heads of 128."""
     tops = {"value_ptr": "fp32", "id_ptr": "i32", "max_ptr": "fp32", "sum_ptr": "fp32"}
     ends = {"token_ptr": "i64", "log_prob_ptr": "fp32"}
     walk = dict.fromkeys(
@@ -75,10 +77,24 @@ def compile_small(chip: int) -> dict[str, Compiled]:
     return {
         "top tokens, chunks": compile_kernel(chip, _chunks, {"K": 64, "CHUNK": CHUNK}, {"logits_ptr": "bf16", **tops}, 4),
         "top tokens, join": compile_kernel(chip, _join, join, {**tops, **ends}, 8),
+        "expansion, one law a depth": compile_expansion(chip, num_laws=1, width=255),
+        "expansion, a law a parent": compile_expansion(chip, num_laws=32, width=32),
         "acceptance walk": compile_kernel(chip, _walk, {"BLOCK": 256}, walk, 4),
         "commit": compile_kernel(chip, _commit, {**sizes, "PAGE": 0}, commit, 1),
         "commit, pages of 16": compile_kernel(chip, _commit, {**sizes, "PAGE": 16}, commit, 1),
     }
+
+
+def compile_expansion(chip: int, *, num_laws: int, width: int, levels: int = 15, budget: int = 256) -> Compiled:
+    """Compiles the expansion kernel."""
+    sizes = expansion_sizes(levels, num_laws, width, budget)
+    names = ("KEEP", "RANKS", "CANDIDATES", "ENTRIES")
+    constants = {f"LOG_{name}": size.bit_length() - 1 for name, size in zip(names, sizes, strict=True)}
+    pointers = dict.fromkeys(("root_ptr", "token_ptr", "column_ptr", "tokens_out", "parents_out", "depths_out"), "i64")
+    pointers |= dict.fromkeys(("counts_out", "kept_token_ptr"), "i64")
+    pointers |= dict.fromkeys(("law_ptr", "scores_out", "kept_score_ptr"), "fp32")
+    pointers |= dict.fromkeys(("kept_parent_ptr", "kept_column_ptr", "kept_depth_ptr", "place_ptr"), "i32")
+    return compile_kernel(chip, _expand, {"R": num_laws, **constants}, pointers, num_warps(sizes))
 
 
 def compile_kernel(

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from jetflow.kernels import dispatch
+from jetflow.kernels.expand import expand_tree, fits
 from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
-from jetflow.trees.growth import NEVER, ask, compact, grow
+from jetflow.trees.growth import ask, best_nodes, compact, grow
 from jetflow.trees.ranking import best_indices
-from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
+from jetflow.trees.sources import law_tables
+from jetflow.trees.token_tree import TokenTree
 
 
 class BestFirst:
@@ -62,23 +65,12 @@ class BestFirst:
         levels = _checked_levels(root_tokens, source, budget)
         if levels < 1:
             return TokenTree.root_only(root_tokens)
+        if self.scoring is cumulative_log_prob and dispatch.runs_kernels(root_tokens):
+            tables = law_tables(source, levels)
+            if tables is not None and fits(tables.log_probs, budget):
+                return TokenTree(*expand_tree(root_tokens, *tables, budget))
         ledger = grow(root_tokens, source, self.scoring, levels=levels, frontier_size=lambda level: budget - level)
-        count = min(budget, ledger.tokens.shape[1]) - 1
-        best = best_indices(ledger.priorities[:, 1:], count) + 1
-        best = torch.cat([best.new_zeros(len(best), 1), best], dim=1)
-        # Where each ledger entry stands in the tree; entries outside it are never looked up.
-        place = torch.zeros_like(ledger.parents).scatter(1, best, torch.arange(count + 1, device=best.device).expand_as(best))
-        exists = ledger.priorities.gather(1, best) != NEVER
-        parents = place.gather(1, ledger.parents.gather(1, best))
-        parents = torch.where(exists, parents, PADDING_PARENT)
-        parents[:, 0] = PADDING_PARENT
-        return TokenTree(
-            tokens=torch.where(exists, ledger.tokens.gather(1, best), 0),
-            parents=parents,
-            depths=torch.where(exists, ledger.depths[best], 0),
-            scores=torch.where(exists, ledger.scores.gather(1, best), NEVER),
-            num_nodes=exists.sum(dim=1),
-        )
+        return best_nodes(ledger, budget)
 
 
 class FanoutBestFirst:

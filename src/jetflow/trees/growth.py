@@ -148,11 +148,35 @@ def ask(source: CandidateSource, level: int, frontier: Frontier, width: int | No
             f"root_tokens on {frontier.tokens.device} need a source on the same device, got tokens on {tokens.device} and "
             f"log_probs on {log_probs.device}"
         )
-    tokens, log_probs = tokens[..., :width], log_probs[..., :width].float().clamp(max=0.0)
+    return tokens[..., :width], safe_log_probs(tokens[..., :width], log_probs[..., :width])
+
+
+def safe_log_probs(tokens: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns log-probabilities [..., K] at most 0, float32; of equal tokens only the first keeps its own, others get -inf."""
     ordered, order = tokens.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(tokens, dtype=torch.bool)
     repeated.scatter_(-1, order[..., 1:], ordered[..., 1:] == ordered[..., :-1])
-    return tokens, log_probs.masked_fill(repeated, NEVER)
+    return log_probs.float().clamp(max=0.0).masked_fill(repeated, NEVER)
+
+
+def best_nodes(ledger: Ledger, budget: int) -> TokenTree:
+    """Returns the `budget` entries of highest priority, which are a tree, best first."""
+    count = min(budget, ledger.tokens.shape[1]) - 1
+    best = best_indices(ledger.priorities[:, 1:], count) + 1
+    best = torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+    # Where each ledger entry stands in the tree; entries outside it are never looked up.
+    place = torch.zeros_like(ledger.parents).scatter(1, best, torch.arange(count + 1, device=best.device).expand_as(best))
+    exists = ledger.priorities.gather(1, best) != NEVER
+    parents = place.gather(1, ledger.parents.gather(1, best))
+    parents = torch.where(exists, parents, PADDING_PARENT)
+    parents[:, 0] = PADDING_PARENT
+    return TokenTree(
+        tokens=torch.where(exists, ledger.tokens.gather(1, best), 0),
+        parents=parents,
+        depths=torch.where(exists, ledger.depths[best], 0),
+        scores=torch.where(exists, ledger.scores.gather(1, best), NEVER),
+        num_nodes=exists.sum(dim=1),
+    )
 
 
 def compact(tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, budget: int) -> TokenTree:

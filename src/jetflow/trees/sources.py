@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from jetflow.kernels import dispatch
+from jetflow.kernels.expand import LawTables
 from jetflow.kernels.top_tokens import MAX_COUNT, top_tokens
 from jetflow.protocols import CandidateSource, Frontier
 from jetflow.scoring.functions import rest_log_prob
+from jetflow.trees.growth import safe_log_probs
 from jetflow.trees.ranking import likeliest_tokens
 from jetflow.trees.token_tree import TokenTree
 
@@ -82,6 +84,12 @@ class MarginalSource:
             raise ValueError("logits must have a law at every depth, got NaN, +inf or nothing but -inf")
         return cls(tokens if token_ids is None else token_ids[tokens], log_probs)
 
+    def tables(self, levels: int) -> LawTables:
+        """Returns the laws of the first `levels` depths, one of each."""
+        tokens = self.tokens[:, :levels]
+        log_probs, order = safe_log_probs(tokens, self.log_probs[:, :levels]).sort(dim=-1, descending=True, stable=True)
+        return LawTables(tokens.gather(-1, order)[:, :, None], log_probs[:, :, None], None)
+
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, 1, K] of the children at depth `level`."""
         return self.tokens[:, level - 1, None], self.log_probs[:, level - 1, None]
@@ -119,10 +127,10 @@ class PairwiseSource:
         self.max_depth = depth
         self._tokens = tokens
         # Sorted once here, so that each level only looks up rows; what follows the parent of index i stands in row i.
-        first, order = first_log_probs.sort(dim=-1, descending=True, stable=True)
-        self._first = (tokens[:, 0].gather(-1, order), first)
-        table, order = log_probs.sort(dim=-1, descending=True, stable=True)
-        self._rest = (tokens[:, 1:, None].expand_as(order).gather(-1, order), table)
+        first, self._first_order = first_log_probs.sort(dim=-1, descending=True, stable=True)
+        self._first = (tokens[:, 0].gather(-1, self._first_order), first)
+        table, self._order = log_probs.sort(dim=-1, descending=True, stable=True)
+        self._rest = (tokens[:, 1:, None].expand_as(table).gather(-1, self._order), table)
 
     @classmethod
     def from_logits(
@@ -149,6 +157,22 @@ class PairwiseSource:
         corrected = log_probs[:, 1:, None] + additions(tokens[:, :-1], tokens[:, 1:]).float()
         table = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest)
         return cls(tokens, log_probs[:, 0], table)
+
+    def tables(self, levels: int) -> LawTables:
+        """Returns the laws of the first `levels` depths, one for each candidate of the depth before."""
+        count = self._tokens.shape[2]
+
+        def stacked(first: Tensor, rest: Tensor) -> Tensor:
+            return torch.cat([first[:, None, None].expand(-1, -1, count, -1), rest[:, : levels - 1]], dim=1)
+
+        tokens, log_probs = (stacked(first, rest) for first, rest in zip(self._first, self._rest, strict=True))
+        # As a parent's law is found by its token, the first column that holds it is meant.
+        same = self._tokens[:, :levels, :, None] == self._tokens[:, :levels, None, :]
+        columns = same.int().argmax(dim=-1)[:, :, None].expand_as(tokens)
+        columns = columns.gather(-1, stacked(self._first_order, self._order))
+        log_probs, order = safe_log_probs(tokens, log_probs).sort(dim=-1, descending=True, stable=True)
+        # A single candidate has a single law.
+        return LawTables(tokens.gather(-1, order), log_probs, columns.gather(-1, order) if count > 1 else None)
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
@@ -248,6 +272,14 @@ class RefinedSource:
         above = self._places.gather(1, frontier.parents)
         same = (self._tree.parents[:, None] == above[:, :, None]) & (self._tree.tokens[:, None] == frontier.tokens[:, :, None])
         return torch.where(same.any(dim=-1), same.int().argmax(dim=-1), -2)
+
+
+def law_tables(source: CandidateSource, levels: int) -> LawTables | None:
+    """Returns the laws of a source that are known before the tree is, for the kernel that expands them; None for others."""
+    # Not for classes derived from them, whose answers may be others.
+    if type(source) is MarginalSource or type(source) is PairwiseSource:
+        return source.tables(levels)
+    return None
 
 
 def _check_dtypes(tokens: Tensor, *log_probs: Tensor) -> None:
