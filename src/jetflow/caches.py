@@ -8,6 +8,8 @@ Dimension key: L layers, B batch, H key-value heads, D head dimension, T new tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class TreeCache(Cache):
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch_size
         self._last_slots: tuple[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
+        self._static_slots: tuple[Tensor, Tensor] | None = None
 
     @property
     def capacity(self) -> int:
@@ -107,6 +110,7 @@ class TreeCache(Cache):
             ValueError: their shape is not that of the cache.
         """
         storage = self._storage[layer_idx]
+        static = self._static_slots
         batch, heads, new, head_dim = keys.shape
         expected = (storage.shape[1], storage.shape[2], storage.shape[4])
         if (batch, heads, head_dim) != expected or values.shape != keys.shape:
@@ -114,15 +118,28 @@ class TreeCache(Cache):
                 f"layer {layer_idx} of the target has keys {list(keys.shape)} and values {list(values.shape)}, but the "
                 f"cache holds batch, heads, head_dim = {expected}; layers that differ in shape are not supported"
             )
-        end = max(self.lengths) + new
-        if len(set(self.lengths)) == 1:
+        end = self.capacity if static else max(self.lengths) + new
+        if static is None and len(set(self.lengths)) == 1:
             storage[0, :, :, end - new : end] = keys
             storage[1, :, :, end - new : end] = values
         else:
-            rows, slots = self._slots(new)
+            rows, slots = static or self._slots(new)
             storage[0, rows, :, slots] = keys.transpose(1, 2)
             storage[1, rows, :, slots] = values.transpose(1, 2)
         return storage[0, :, :, :end], storage[1, :, :, :end]
+
+    @contextmanager
+    def static_slots(self, starts: Tensor, num_tokens: int, block_table: Tensor | None = None) -> Iterator[None]:
+        """Passes of `num_tokens` tokens write behind `starts` int64 [B] instead of `lengths`, and get whole rows.
+
+        For recorded passes: nothing of them depends on the host. There must be room.
+        """
+        rows = torch.arange(len(starts), device=starts.device)[:, None]
+        self._static_slots = (rows, starts[:, None] + torch.arange(num_tokens, device=starts.device))
+        try:
+            yield
+        finally:
+            self._static_slots = None
 
     def _slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Indices [B, 1] and [B, T] of the rows and of the slots behind their committed tokens."""

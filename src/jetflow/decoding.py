@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetflow.acceptors import GreedyAcceptor
+from jetflow.graphs import GraphSettings
 from jetflow.logprobs import TokenLogProbs, log_probs_of
 from jetflow.paged_cache import PagePool
 from jetflow.protocols import Acceptance, Acceptor, BudgetPolicy, DraftContext, Drafter
@@ -43,9 +44,11 @@ class SpeculativeDecoder:
         pages: memory for a paged cache, shared with other decoders if you like; a contiguous one when absent.
         fixed_width: run every tree pass over so many nodes, so that greedy text in bfloat16 does not depend on trees; slow, see
             `TreeVerifier`.
+        graphs: replay tree passes as CUDA graphs, see `TreeVerifier`; a drafter has such a setting of its own.
 
     Raises:
-        ValueError: `budget` is below 1, or the drafter taps layers that the target does not have.
+        ValueError: `budget` is below 1 or above the largest bucket of `graphs`, the drafter taps layers that the target does
+            not have, or `fixed_width` or `graphs` cannot be honoured.
 
     Example:
         >>> decoder = SpeculativeDecoder(target, drafter, budget=16)  # doctest: +SKIP
@@ -62,6 +65,7 @@ class SpeculativeDecoder:
         prefill_chunk: int = 2048,
         pages: PagePool | None = None,
         fixed_width: int | None = None,
+        graphs: GraphSettings | None = None,
     ):
         max_nodes = budget if isinstance(budget, int) else budget.max_nodes
         if max_nodes < 1:
@@ -74,9 +78,14 @@ class SpeculativeDecoder:
         self.policy = None if isinstance(budget, int) else budget
         if fixed_width is not None and fixed_width < max_nodes:
             raise ValueError(f"fixed_width={fixed_width} must be at least the budget, {max_nodes}")
+        if graphs is not None:
+            # Refused here where no bucket is as large.
+            graphs.bucket(max_nodes)
+        self._graphs = graphs
         self._verifier = TreeVerifier(
-            target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages, fixed_width=fixed_width
-        )
+            target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages, fixed_width=fixed_width,
+            graphs=graphs,
+        )  # fmt: skip
 
     @overload
     def generate(
@@ -147,7 +156,7 @@ class SpeculativeDecoder:
         Raises:
             ValueError: an empty or too long prompt, an id outside the vocabulary, `max_new_tokens` below 1, text or stop
                 strings without a tokenizer, settings that exclude each other or have no meaning here, a processor with
-                state, or logits that are NaN.
+                state, logits that are NaN, or more tokens than `graphs` keep room for.
         """
         settings = RequestSettings(
             max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, stop_strings=stop_strings,
@@ -158,6 +167,9 @@ class SpeculativeDecoder:
         if not prompts:
             raise ValueError("prompt must hold at least one token (or one prompt), got an empty list")
         requests = [Request(prompt_ids(one, self.target), settings, self.target, self._given_acceptor) for one in prompts]
+        if self._graphs is not None:
+            for request in requests:
+                self._graphs.check_room(request.num_prompt_tokens + request.left + self._graphs.bucket(self.max_nodes))
         results = []
         for request in requests:
             # Every prompt starts from the seed, so that a result does not depend on its neighbours.

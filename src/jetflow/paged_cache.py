@@ -5,6 +5,9 @@ Dimension key: L layers, B batch, H key-value heads, D head dimension, T new tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -95,6 +98,7 @@ class PagedTreeCache(Cache):
         self._table: Tensor | None = None
         self.lengths = [0] * batch_size
         self.hands_out_pages = False
+        self._static_slots: tuple[Tensor, Tensor] | None = None
 
     @property
     def block_table(self) -> Tensor:
@@ -150,14 +154,14 @@ class PagedTreeCache(Cache):
                 f"layer {layer_idx} of the target has keys {list(keys.shape)} and values {list(values.shape)}, but the pool "
                 f"holds batch, heads, head_dim = {(len(self.lengths), *memory.shape[-2:])}"
             )
-        starts = torch.tensor(self.lengths, device=memory.device)
-        pages, places = self._locate(starts[:, None] + torch.arange(new, device=memory.device))
+        pages, places = self._static_slots or self._new_slots(new)
         memory[0, pages, places] = keys.transpose(1, 2)
         memory[1, pages, places] = values.transpose(1, 2)
-        if self.hands_out_pages:
+        if self.hands_out_pages or self._static_slots:
             return memory[0], memory[1]
         longest = max(self.lengths) + new
-        pages, places = self._locate(torch.arange(longest, device=memory.device).expand(batch, -1))
+        slots = torch.arange(longest, device=memory.device).expand(batch, -1)
+        pages, places = self._locate(slots, self.block_table)
         return memory[0, pages, places].transpose(1, 2), memory[1, pages, places].transpose(1, 2)
 
     def advance(self, num_tokens: list[int]) -> None:
@@ -178,8 +182,33 @@ class PagedTreeCache(Cache):
         self._tables = [self._tables[row] for row in rows]
         self.lengths, self._table = [self.lengths[row] for row in rows], None
 
-    def _locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    @contextmanager
+    def static_slots(self, starts: Tensor, num_tokens: int, block_table: Tensor | None = None) -> Iterator[None]:
+        """Passes of `num_tokens` tokens write behind `starts` int64 [B] instead of `lengths`, and get the pool's own pages.
+
+        For recorded passes: nothing of them depends on the host. `block_table` int32 [B, P] is that of `padded_table`.
+        """
+        assert block_table is not None, "a paged pass needs the pages"
+        slots = starts[:, None] + torch.arange(num_tokens, device=starts.device)
+        self._static_slots = self._locate(slots, block_table)
+        try:
+            yield
+        finally:
+            self._static_slots = None
+
+    def padded_table(self, num_tokens: int) -> Tensor:
+        """Returns the block table, int32 [B, pages for `num_tokens` tokens]."""
+        width = -(-num_tokens // self._pool.page_size)
+        return torch.nn.functional.pad(self.block_table, (0, width - self.block_table.shape[1]))
+
+    def _new_slots(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Pages and places [B, T] behind the committed tokens of each row."""
+        device = self._pool.memory.device
+        starts = torch.tensor(self.lengths, device=device)
+        return self._locate(starts[:, None] + torch.arange(num_tokens, device=device), self.block_table)
+
+    def _locate(self, slots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Page and place within it of `slots` int64 [B, S]; those behind a row's pages are placed in its first entry."""
-        size, table = self._pool.page_size, self.block_table.long()
+        size, table = self._pool.page_size, table.long()
         column = (slots // size).clamp(max=table.shape[1] - 1)
         return table.gather(1, column), slots % size

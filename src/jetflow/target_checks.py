@@ -34,6 +34,20 @@ def checked_attention(attention: str) -> str:
     return attention
 
 
+def check_recordable(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model whose passes read something back from the device, which a recording cannot repeat."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    for kind in (one.get("rope_type") for one in parts if one.get("rope_type") in ("dynamic", "longrope")):
+        raise ValueError(f"graphs do not go with rope_type={kind!r}, which chooses its frequencies by the positions")
+    if getattr(config, "num_experts", None) and getattr(config, "_experts_implementation", None) == "eager":
+        raise ValueError(
+            "graphs do not go with experts that are looped over; load the model with experts_implementation='grouped_mm'"
+        )
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose cache cannot be rolled back or whose passes mean more than we compute."""
     config = model.config.get_text_config()

@@ -6,101 +6,20 @@ Dimension key: B batch, P prompt length, N tree nodes, S cache slots, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from jetflow import masks
 from jetflow.caches import TreeCache
-from jetflow.kernels.ancestors import pack_ancestors
-from jetflow.kernels.masked_attention import masked_attention
-from jetflow.kernels.path_attention import path_attention, text_slots
-from jetflow.kernels.tree_attention import tree_attention
+from jetflow.graphs import GraphSettings, RecordedSteps
+from jetflow.kernels.path_attention import text_slots
 from jetflow.paged_cache import PagedTreeCache, PagePool
 from jetflow.protocols import Acceptance, TargetOutput
+from jetflow.target_checks import check_recordable
 from jetflow.targets import Target
+from jetflow.tree_pass import TREE_ATTENTION, TreeStep
 from jetflow.trees.token_tree import TokenTree
-
-TREE_ATTENTION = "jetflow_tree"
-
-
-@dataclass
-class TreeStep:
-    """One tree pass as the attention layers see it; travels through the model's keyword arguments."""
-
-    tree: TokenTree
-    prefix_lens: Tensor
-    num_slots: int
-    kernel: str
-    block_table: Tensor | None = None
-    # In fixed-width mode: where each node's own text lies.
-    text_slots: Tensor | None = None
-
-    @cached_property
-    def packed(self) -> dict[str, Any]:
-        """What the kernel needs besides queries, keys and values; every row has all nodes of the batch's width."""
-        tree, device = self.tree, self.tree.tokens.device
-        return {
-            "bits": pack_ancestors(tree.parents).flatten(0, 1),
-            "row_starts": torch.arange(tree.batch_size + 1, device=device, dtype=torch.int32) * tree.max_nodes,
-            "prefix_lens": self.prefix_lens.int(),
-            "depths": tree.depths.flatten().int(),
-            "max_nodes": tree.max_nodes,
-            "max_prefix": self.num_slots - tree.max_nodes,
-            "block_table": self.block_table,
-        }
-
-    @cached_property
-    def _masks(self) -> dict[int | None, Tensor | None]:
-        return {}
-
-    def mask(self, window: int | None) -> Tensor | None:
-        """Returns the mask, bool [B, 1, N, S], for layers with the given sliding window; None where all is visible."""
-        if window not in self._masks:
-            self._masks[window] = self._build(window)
-        return self._masks[window]
-
-    def _build(self, window: int | None) -> Tensor | None:
-        tree = self.tree
-        if window is None and tree.batch_size == 1 and tree.max_nodes == 1:
-            return None
-        rule = masks.tree_causal(tree, self.prefix_lens, window=window)
-        return masks.dense(rule, tree.batch_size, 1, tree.max_nodes, self.num_slots, device=tree.tokens.device)
-
-
-def _tree_attention_layer(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    tree_step: TreeStep,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer in a tree pass, in the form that transformers calls."""
-    if softcap is not None or s_aux is not None:
-        raise ValueError("attention with soft-capping or sinks is not supported in tree passes")
-    if tree_step.kernel == "triton":
-        nodes = query.transpose(1, 2)
-        out, _ = tree_attention(nodes.flatten(0, 1), key, value, **tree_step.packed, scale=scaling, window=sliding_window)
-        return out.view_as(nodes), None
-    if tree_step.text_slots is not None:
-        out = path_attention(query, key, value, tree_step.text_slots, scale=scaling, window=sliding_window)
-        return out.transpose(1, 2).contiguous(), None
-    out = masked_attention(query, key, value, tree_step.mask(sliding_window), scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(TREE_ATTENTION, _tree_attention_layer)
 
 
 class TreeVerifier:
@@ -114,10 +33,13 @@ class TreeVerifier:
         fixed_width: pad every tree pass to so many nodes and attend over each node's own text in its order, so that what a
             node gets does not depend on the tree around it, to the last bit where the backend's matrix products treat equal
             rows alike (the CPU's do). One row at a time, and slow.
+        graphs: record tree passes as CUDA graphs, one for each bucket of node counts and prefix lengths, and replay them; none
+            when absent. Needs the target's Triton attention.
 
     Raises:
-        ValueError: a tap is outside the target, `prefill_chunk` or `fixed_width` is below 1, or `fixed_width` stands beside the
-            target's Triton attention.
+        ValueError: a tap is outside the target, `prefill_chunk` or `fixed_width` is below 1, `fixed_width` stands beside the
+            target's Triton attention, or tree passes cannot be recorded: no CUDA device, another attention, or a model that
+            reads its positions or experts on the host.
     """
 
     def __init__(
@@ -128,8 +50,14 @@ class TreeVerifier:
         prefill_chunk: int = 2048,
         pages: PagePool | None = None,
         fixed_width: int | None = None,
+        graphs: GraphSettings | None = None,
     ):
         target.check_taps(taps)
+        if graphs is not None:
+            if target.tree_kernel != "triton":
+                raise ValueError(f"graphs need a target with attention='triton', got attention={target.attention!r}")
+            graphs.check_device(target.device)
+            check_recordable(target.model)
         if fixed_width is not None and fixed_width < 1:
             raise ValueError(f"fixed_width must be at least 1, got {fixed_width}")
         if fixed_width is not None and target.tree_kernel == "triton":
@@ -141,6 +69,7 @@ class TreeVerifier:
         self._prefill_chunk = prefill_chunk
         self._pages = pages
         self._fixed_width = fixed_width
+        self._recorded = None if graphs is None else RecordedSteps(graphs)
         self._cache: TreeCache | PagedTreeCache | None = None
 
     @property
@@ -162,10 +91,15 @@ class TreeVerifier:
             Logits [B, 1, V] after each prompt's last token, and features [B, P, H].
         """
         batch, width = token_ids.shape
+        capacity = width
+        if self._recorded is not None:
+            self._recorded.settings.check_room(width)
+            capacity = self._recorded.settings.max_tokens
         if self._cache is None or len(self._cache.lengths) != batch:
             self.release()
+            self._forget_steps()
             pages = self._pages
-            self._cache = self._target.new_cache(batch, width) if pages is None else PagedTreeCache(pages, batch)
+            self._cache = self._target.new_cache(batch, capacity) if pages is None else PagedTreeCache(pages, batch)
         cache = self._cache
         cache.reset()
         cache.reserve(width)
@@ -194,45 +128,82 @@ class TreeVerifier:
         """Runs the target over all nodes of `tree`; a node sees the committed prefix, its ancestors and itself.
 
         Returns:
-            Logits [B, N, V] and features [B, N, H]. Nothing is committed yet.
+            Logits [B, N, V] and features [B, N, H]. Nothing is committed yet. With `graphs` they are the recording's own
+            memory, which a later pass overwrites.
+
+        Raises:
+            ValueError: the tree has other rows than the prompts, or there is no room for it.
         """
         cache = self.cache
         if tree.batch_size != len(cache.lengths):
             raise ValueError(f"tree has {tree.batch_size} rows, but {len(cache.lengths)} prompts were prefilled")
         num_nodes = tree.max_nodes
+        logits, features = self._run(tree) if self._recorded is None else self._replay(tree, self._recorded)
+        return TargetOutput(logits[:, :num_nodes], features[:, :num_nodes])
+
+    def _run(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """A pass of its own."""
+        cache, kernel = self.cache, self._target.tree_kernel
         if self._fixed_width is not None:
-            tree = self._padded(tree, self._fixed_width)
+            if tree.batch_size != 1 or tree.max_nodes > self._fixed_width:
+                shape = list(tree.tokens.shape)
+                raise ValueError(f"fixed_width={self._fixed_width} takes one tree of at most so many nodes, got {shape}")
+            tree = padded_tree(tree, self._fixed_width)
         cache.reserve(tree.max_nodes)
         prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
-        kernel = self._target.tree_kernel
         step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, kernel)
         if self._fixed_width is not None:
             step.text_slots = text_slots(tree, cache.lengths[0])
         if isinstance(cache, PagedTreeCache) and kernel == "triton":
             cache.hands_out_pages, step.block_table = True, cache.block_table
-        logits, features = self._target.forward(
+        output = self._forward(step)
+        if isinstance(cache, PagedTreeCache):
+            cache.hands_out_pages = False
+        return output
+
+    def _replay(self, tree: TokenTree, recorded: RecordedSteps) -> tuple[Tensor, Tensor]:
+        """A pass from its recording, which is made when its bucket is first used."""
+        cache, graphs = self.cache, recorded.settings
+        size = graphs.bucket(tree.max_nodes)
+        longest = max(cache.lengths)
+        graphs.check_room(longest + size)
+        cache.reserve(size)
+        tree = padded_tree(tree, size)
+        nodes = torch.stack([tree.tokens, tree.parents, tree.depths])
+        inputs = [nodes, torch.tensor(cache.lengths, device=nodes.device)]
+        if isinstance(cache, PagedTreeCache):
+            inputs.append(cache.padded_table(graphs.max_tokens))
+        prefix = graphs.prefix_bucket(longest)
+        logits, features = recorded((tree.batch_size, size, prefix), tuple(inputs), partial(self._static_pass, prefix))
+        return logits, features
+
+    def _static_pass(
+        self, max_prefix: int, nodes: Tensor, prefix_lens: Tensor, block_table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What is recorded: nothing in it may depend on the host. `nodes` int64 [3, B, N] are tokens, parents and depths."""
+        tokens, parents, depths = nodes
+        tree = TokenTree(tokens, parents, depths, torch.zeros_like(depths, dtype=torch.float32), prefix_lens)
+        size = tree.max_nodes
+        with self.cache.static_slots(prefix_lens, size, block_table):
+            return self._forward(TreeStep(tree, prefix_lens, max_prefix + size, "triton", block_table))
+
+    def _forward(self, step: TreeStep) -> tuple[Tensor, Tensor]:
+        tree = step.tree
+        return self._target.forward(
             tree.tokens,
             taps=self._taps,
-            cache=cache,
+            cache=self.cache,
             attention=TREE_ATTENTION,
             # Siblings share a position: it is given by depth, never by slot.
-            position_ids=prefix_lens[:, None] + tree.depths,
+            position_ids=step.prefix_lens[:, None] + tree.depths,
             # A 4D mask keeps the model from building one of its own; the layers read `tree_step`.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device),
             tree_step=step,
         )
-        if isinstance(cache, PagedTreeCache):
-            cache.hands_out_pages = False
-        return TargetOutput(logits[:, :num_nodes], features[:, :num_nodes])
 
-    def _padded(self, tree: TokenTree, width: int) -> TokenTree:
-        """Adds nodes without parents, which see the prefix and themselves, up to `width` nodes."""
-        spare = width - tree.max_nodes
-        if tree.batch_size != 1 or spare < 0:
-            raise ValueError(f"fixed_width={width} takes one tree of at most so many nodes, got {list(tree.tokens.shape)}")
-        columns = zip((tree.tokens, tree.parents, tree.depths, tree.scores), (0, -1, 0, float("-inf")), strict=True)
-        padded = [torch.cat([column, column.new_full((1, spare), filling)], dim=1) for column, filling in columns]
-        return TokenTree(padded[0], padded[1], padded[2], padded[3], tree.num_nodes)
+    def _forget_steps(self) -> None:
+        if self._recorded is not None:
+            self._recorded.clear()
 
     def release(self) -> None:
         """Gives the pages of a paged cache back; a contiguous cache keeps its memory for the next prompt."""
@@ -242,7 +213,17 @@ class TreeVerifier:
     def keep_rows(self, rows: list[int]) -> None:
         """Drops all rows of the batch but the given ones, such as those whose text goes on."""
         self.cache.keep_rows(rows)
+        # Recordings use the rows that were there before.
+        self._forget_steps()
 
     def commit(self, acceptance: Acceptance) -> None:
         """Keeps root and accepted nodes of the last verified tree in the cache and drops the rest."""
         self.cache.commit(acceptance.path, [accepted + 1 for accepted in acceptance.num_accepted.tolist()])
+
+
+def padded_tree(tree: TokenTree, width: int) -> TokenTree:
+    """Adds nodes without parents, which see the prefix and themselves, up to `width` nodes."""
+    spare, rows = width - tree.max_nodes, tree.batch_size
+    columns = zip((tree.tokens, tree.parents, tree.depths, tree.scores), (0, -1, 0, float("-inf")), strict=True)
+    padded = [torch.cat([column, column.new_full((rows, spare), filling)], dim=1) for column, filling in columns]
+    return TokenTree(padded[0], padded[1], padded[2], padded[3], tree.num_nodes)

@@ -5,12 +5,15 @@ Dimension key: B batch, D draft levels, N tree nodes, T block positions, H hidde
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from jetflow import masks
 from jetflow.drafters.conditional import ConditionalLaws
+from jetflow.graphs import GraphSettings, RecordedSteps
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.context_cache import HeadCache
 from jetflow.protocols import CandidateSource, DraftContext, TreeExpander
@@ -43,11 +46,13 @@ class ParallelDrafter:
         passes: of the head per tree; more than one needs a head with refinement.
         refine_nodes: nodes, root included, that each pass after the first reads: the likeliest ones; as many as the budget
             when absent.
+        graphs: record the pass of the head, with its output embedding, as CUDA graphs, one for each bucket of prefix lengths,
+            and replay them; none when absent. The pass is always that of a whole block.
 
     Raises:
         ValueError: head and target differ in vocabulary, width, layers, dtype or device, a number is below 1, `expander` has
-            a shape deeper than the head drafts, `vocabulary` is not made of different tokens of the target, or the head has
-            no refinement for the passes asked for.
+            a shape deeper than the head drafts, `vocabulary` is not made of different tokens of the target, the head has no
+            refinement for the passes asked for, or `graphs` are asked for without a CUDA device or with several passes.
 
     Example:
         >>> drafter = ParallelDrafter(load_head("models/tiny/head"), target)  # doctest: +SKIP
@@ -64,7 +69,12 @@ class ParallelDrafter:
         sampling: ChildSampling | None = None,
         passes: int = 1,
         refine_nodes: int | None = None,
+        graphs: GraphSettings | None = None,
     ):
+        if graphs is not None:
+            graphs.check_device(target.device)
+            if passes > 1:
+                raise ValueError(f"graphs record one pass over a block, got passes={passes}")
         for name, value in (("width", width), ("passes", passes), ("refine_nodes", refine_nodes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -90,18 +100,33 @@ class ParallelDrafter:
         self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
         self._laws = None if head.correction is None else ConditionalLaws(head.correction, target)
         self._cache: HeadCache | None = None
+        self._recorded = None if graphs is None else RecordedSteps(graphs)
         size = head.config.block_size
         rule = masks.in_block(causal=head.config.causal, block_size=size, context_len=0)
         self._in_block_mask = masks.dense(rule, 1, 1, size, size, device=target.device)[0, 0]
 
     def reset(self, batch_size: int) -> None:
         """Forgets the context of the last batch."""
-        self._cache = self._head.new_cache(batch_size)
+        if self._recorded is None:
+            self._cache = self._head.new_cache(batch_size)
+        elif self._cache is not None and len(self._cache.lengths) == batch_size:
+            # Recordings use its memory.
+            self._cache.reset()
+        else:
+            self._recorded.clear()
+            room = self._recorded.settings.max_tokens + self._head.config.block_size
+            self._cache = self._head.new_cache(batch_size, room)
 
     @torch.no_grad()
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
-        """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] per row, to the head's context."""
+        """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] per row, to the head's context.
+
+        Raises:
+            ValueError: with `graphs`, there is no room for them.
+        """
         assert self._cache is not None, "reset comes before observe"
+        if self._recorded is not None:
+            self._recorded.settings.check_room(max(self._cache.lengths) + features.shape[1])
         self._head.extend_context(self._cache, features, num_tokens)
 
     @torch.no_grad()
@@ -138,14 +163,36 @@ class ParallelDrafter:
 
     def _first_source(self, context: DraftContext, depth: int, width: int) -> CandidateSource:
         """What one pass over masked slots says."""
-        states = self._draft(context.root_tokens, depth)
-        if self._laws is not None:
-            states = self._laws.correct_first(states, context.root_tokens)
-        logits = self._logits(states)
+        if self._recorded is None:
+            states, logits = self._run(context.root_tokens, depth)
+        else:
+            states, logits = self._replay(self._recorded, context.root_tokens, depth)
         context.mark("build")
         if self._laws is not None:
             return self._laws.source(states, logits, width, self._vocabulary)
         return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
+
+    def _run(self, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """States [B, depth, H] and logits [B, depth, V] behind the roots, those of the first level corrected by them."""
+        states = self._draft(root_tokens, depth)
+        if self._laws is not None:
+            states = self._laws.correct_first(states, root_tokens)
+        return states, self._logits(states)
+
+    def _replay(self, recorded: RecordedSteps, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """The same from a recording, which is made when its bucket of prefix lengths is first used."""
+        assert self._cache is not None, "reset comes before a draft"
+        longest = recorded.settings.prefix_bucket(max(self._cache.lengths))
+        starts = torch.tensor(self._cache.lengths, device=root_tokens.device)
+        key = (len(root_tokens), longest)
+        states, logits = recorded(key, (root_tokens, starts), partial(self._static_run, longest))
+        return states[:, :depth], logits[:, :depth]
+
+    def _static_run(self, longest: int, root_tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """What is recorded: nothing in it may depend on the host."""
+        assert self._cache is not None, "reset comes before a draft"
+        with self._cache.static_slots(starts, longest):
+            return self._run(root_tokens, self._head.config.block_size - 1)
 
     def _draft(self, root_tokens: Tensor, depth: int) -> Tensor:
         """One pass of the head: hidden states [B, depth, H] of the positions after the roots."""

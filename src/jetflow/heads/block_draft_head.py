@@ -126,8 +126,8 @@ class BlockDraftHead(nn.Module):
         self.correction = None if kind is None else make_correction(kind, config.hidden_size, rank)
         self._rotary = RotaryEmbedding(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
-    def new_cache(self, batch_size: int) -> HeadCache:
-        """Returns an empty context cache for `batch_size` rows."""
+    def new_cache(self, batch_size: int, capacity: int = 0) -> HeadCache:
+        """Returns an empty context cache for `batch_size` rows, with room for `capacity` tokens at once."""
         return HeadCache(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
@@ -135,6 +135,7 @@ class BlockDraftHead(nn.Module):
             batch_size=batch_size,
             dtype=self.fc.weight.dtype,
             device=self.fc.weight.device,
+            capacity=capacity,
         )
 
     def extend_context(self, cache: HeadCache, features: Tensor, num_tokens: Tensor | list[int]) -> None:
@@ -170,7 +171,8 @@ class BlockDraftHead(nn.Module):
         """
         size = block_embeds.shape[1]
         rotation = self._rotary(self._positions(cache, size, depths), block_embeds.dtype)
-        cache.reserve(size)
+        if not cache.is_static:
+            cache.reserve(size)
         attend = self._decode_attention(cache, in_block_mask)
         states = block_embeds
         for index, layer in enumerate(self.layers):
@@ -224,23 +226,22 @@ class BlockDraftHead(nn.Module):
         return [cast(DraftLayer, layer).self_attn.project(fused, rotation) for layer in self.layers]
 
     def _positions(self, cache: HeadCache, num_tokens: int, depths: Tensor | None = None) -> Tensor:
-        device = self.fc.weight.device
-        starts = torch.tensor(cache.lengths, device=device)
-        return starts[:, None] + (torch.arange(num_tokens, device=device) if depths is None else depths)
+        return cache.starts[:, None] + (torch.arange(num_tokens, device=self.fc.weight.device) if depths is None else depths)
 
     def _decode_attention(self, cache: HeadCache, in_block_mask: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """Attention of a layer over its cached context and the block: a block is a special tree behind a prefix."""
-        if dispatch.runs_kernels(in_block_mask):
+        # A mask over all keys would depend on the lengths, which a recorded pass must not.
+        if cache.is_static or dispatch.runs_kernels(in_block_mask):
             rows, size = len(cache.lengths), in_block_mask.shape[-1]
             counts = torch.arange(rows + 1, dtype=torch.int32, device=in_block_mask.device)
             packed: dict[str, Any] = {
                 "bits": pack_bits(in_block_mask).expand(rows, size, -1).flatten(0, 1),
                 "row_starts": counts * size,
-                "prefix_lens": torch.tensor(cache.lengths, dtype=torch.int32, device=in_block_mask.device),
+                "prefix_lens": cache.starts.int(),
                 # Read for windows alone, which heads do not have.
                 "depths": torch.zeros(rows * size, dtype=torch.int32, device=in_block_mask.device),
                 "max_nodes": size,
-                "max_prefix": max(cache.lengths),
+                "max_prefix": cache.longest,
             }
 
             def by_kernel(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -5,6 +5,9 @@ Dimension key: L draft layers, B batch, H key-value heads, T new tokens, D head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ class HeadCache:
         batch_size: rows B.
         dtype: dtype of keys and values.
         device: device of keys and values.
+        capacity: tokens to make room for at once.
     """
 
     def __init__(
@@ -32,11 +36,44 @@ class HeadCache:
         batch_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        capacity: int = MIN_CAPACITY,
     ):
-        shape = (num_layers, 2, batch_size, num_kv_heads, MIN_CAPACITY, head_dim)
+        shape = (num_layers, 2, batch_size, num_kv_heads, max(capacity, MIN_CAPACITY), head_dim)
         # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch_size
+        self._static: tuple[Tensor, int] | None = None
+
+    @property
+    def starts(self) -> Tensor:
+        """Where the block of each row begins, int64 [B]: its length, or what `static_slots` says."""
+        return torch.tensor(self.lengths, device=self._storage.device) if self._static is None else self._static[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, or more in `static_slots`."""
+        return max(self.lengths) if self._static is None else self._static[1]
+
+    @property
+    def is_static(self) -> bool:
+        """True in `static_slots`."""
+        return self._static is not None
+
+    @contextmanager
+    def static_slots(self, starts: Tensor, longest: int) -> Iterator[None]:
+        """Blocks stand behind `starts` int64 [B] instead of `lengths`, none of them above `longest`.
+
+        For recorded passes: nothing of them depends on the host. There must be room.
+        """
+        self._static = (starts, longest)
+        try:
+            yield
+        finally:
+            self._static = None
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the memory."""
+        self.lengths = [0] * len(self.lengths)
 
     @property
     def is_ragged(self) -> bool:
@@ -71,9 +108,15 @@ class HeadCache:
         There must be room, see `reserve`. Nothing is copied but the block.
 
         Returns:
-            Views of one layer's keys and values [B, H, longest row + T, D]; row b's block begins at its own length.
+            Views of one layer's keys and values [B, H, longest row + T, D], or all slots in `static_slots`; row b's block
+            begins at its own length.
         """
         layer, size = self._storage[index], keys.shape[2]
+        if self._static is not None:
+            rows = torch.arange(len(self.lengths), device=layer.device)[:, None]
+            slots = self.starts[:, None] + torch.arange(size, device=layer.device)
+            layer[0, rows, :, slots], layer[1, rows, :, slots] = keys.transpose(1, 2), values.transpose(1, 2)
+            return layer[0], layer[1]
         end = max(self.lengths) + size
         if self.is_ragged:
             for row, length in enumerate(self.lengths):
