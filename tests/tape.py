@@ -16,10 +16,14 @@ class Tape(TorchDispatchMode):
         self.steps = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in FORBIDDEN:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        # An index of bools has as many rows as there are True.
+        by_bools = name in ("index", "index_put_") and any(one.dtype == torch.bool for one in tensors[1:])
+        if name in FORBIDDEN or by_bools:
             raise RuntimeError(f"{func} needs the host")
         out = func(*args, **(kwargs or {}))
-        given = {memory_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        given = {memory_of(one) for one in tensors}
         fresh = [
             place for place, one in enumerate(tree_leaves(out)) if isinstance(one, torch.Tensor) and memory_of(one) not in given
         ]

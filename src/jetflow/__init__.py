@@ -27,6 +27,7 @@ _HOMES = {
     "jetflow.drafters.parallel": ("ParallelDrafter",),
     "jetflow.drafters.prompt_lookup": ("PromptLookupDrafter",),
     "jetflow.drafters.reuse": ("ReusingDrafter",),
+    "jetflow.graphs": ("GraphSettings",),
     "jetflow.heads.block_draft_head": ("BlockDraftHead",),
     "jetflow.heads.checkpoint": ("load_head", "save_head"),
     "jetflow.heads.config": ("DraftHeadConfig",),
