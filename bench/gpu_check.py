@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import triton
+from bench.gpu_cases import QWEN3_8B, check_all, dense_mask, make_inputs, sdpa
+from bench.gpu_steps import draft_rows, median_seconds, random_target, verify_rows
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu_cases import QWEN3_8B, check_all, dense_mask, make_inputs, sdpa
-from bench.gpu_steps import draft_rows, median_seconds, random_target, verify_rows
 from jetflow.kernels.cost import tree_attention_cost
 from jetflow.kernels.tree_attention import tree_attention
 

@@ -42,26 +42,37 @@ def test_scripted_drafts_change_no_text(kind):
     assert result.token_ids == expected
 
 
-@interpreted
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
-def test_reference_generations(shared_fixtures, name, page_size):
-    runs = json.loads((shared_fixtures / "decode_runs.json").read_text())
-    target = Target.from_pretrained(str(shared_fixtures / f"target_{name}"), dtype=torch.float32, attention="triton")
-    heads = {
-        kind: load_head(str(shared_fixtures / f"head_{name}_{kind}"), dtype=torch.float32)
-        for kind in ("causal", "bidirectional")
-    }
-    chosen = sorted((run for run in runs if run["target"] == name), key=lambda run: run["budget"] * run["max_new_tokens"])[:1]
-    # The interpreter takes most of a second for each round.
-    count = 12
+def repeat_runs(folder, name, page_size, choose, count):
+    """Decodes the chosen reference runs of one target again; `count` cuts them."""
+    runs = json.loads((folder / "decode_runs.json").read_text())
+    target = Target.from_pretrained(str(folder / f"target_{name}"), dtype=torch.float32, attention="triton")
+    heads = {kind: load_head(str(folder / f"head_{name}_{kind}"), dtype=torch.float32) for kind in ("causal", "bidirectional")}
+    chosen = choose([run for run in runs if run["target"] == name])
+    assert chosen
     for run in chosen:
         drafter = make_drafter(run, heads[run["head"]], target)
         pool = None if page_size is None else target.new_page_pool(64, page_size)
         decoder = SpeculativeDecoder(target, drafter, budget=run["budget"], pages=pool)
-        result = decoder.generate(run["prompt"], max_new_tokens=count)
-        assert result.token_ids == run["token_ids"][:count]
+        result = decoder.generate(run["prompt"], max_new_tokens=min(count, run["max_new_tokens"]))
+        assert result.token_ids == run["token_ids"][:count], run
         assert pool is None or pool.num_free == 64
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+def test_the_smallest_reference_generations(shared_fixtures, name, page_size):
+    # The interpreter takes most of a second for each round.
+    repeat_runs(shared_fixtures, name, page_size, lambda runs: [min(runs, key=lambda run: run["budget"])], 12)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+def test_all_reference_generations(shared_fixtures, name, page_size):
+    """Many minutes: TRITON_INTERPRET=1 python -m pytest tests/test_triton_attention.py -m slow."""
+    repeat_runs(shared_fixtures, name, page_size, lambda runs: runs, 40)
 
 
 @interpreted
@@ -92,7 +103,18 @@ def test_generations_under_the_interpreter():
         pytest.skip("this is the process that has the interpreter")
     pytest.importorskip("triton", reason="kernels need triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__)), "-k", "not under_the_interpreter"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        str(Path(__file__)),
+        "-k",
+        "not under_the_interpreter",
+        "-m",
+        "not slow",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout or done.stdout.strip().startswith(".")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jetflow.kernels.ancestors import pack_ancestors, unpack_bits
 from jetflow.kernels.tree_attention import tree_attention, tree_attention_reference
@@ -213,7 +214,7 @@ def test_kernel_is_an_op_that_torch_compile_keeps_whole():
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the size of every tensor that an operation makes."""
+    """Notes the size of every tensor that an operation makes, views of others left out."""
 
     def __init__(self):
         super().__init__()
@@ -221,17 +222,15 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (
-            torch.ops.aten.empty,
-            torch.ops.aten.empty_like,
-            torch.ops.aten.new_empty,
-            torch.ops.aten.zeros,
-        ):
-            self.sizes.append(out.numel())
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        self.sizes += [one.numel() for one in made if one.untyped_storage().data_ptr() not in given]
         return out
 
 
-def test_no_mask_of_nodes_by_keys_is_ever_made(monkeypatch):
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_no_mask_of_nodes_by_keys_is_ever_made(monkeypatch, page_size):
+    """A tree of 256 nodes over 32k tokens: from its parents to the launch, nothing but the outputs and the parts of splits."""
     pytest.importorskip("triton", reason="kernels need triton")
     from jetflow.kernels import tree_attention_triton
 
@@ -243,17 +242,26 @@ def test_no_mask_of_nodes_by_keys_is_ever_made(monkeypatch):
     for name in ("_attend", "_combine"):
         monkeypatch.setattr(tree_attention_triton, name, Nothing())
     nodes, prefix, (heads, dim) = 256, 32768, (8, 64)
-    memory = torch.empty(1, 2, prefix + nodes, dim)
-    parents = torch.arange(-1, nodes - 1)[None]
-    arguments = (
-        torch.empty(nodes, heads, dim), memory, memory, pack_ancestors(parents)[0], torch.tensor([0, nodes], dtype=torch.int32),
-        torch.tensor([prefix], dtype=torch.int32), torch.arange(nodes, dtype=torch.int32),
-    )  # fmt: skip
-    with Allocations() as found:
-        tree_attention_triton.launch_tree_attention(*arguments, nodes, prefix, None, 0.125, None, None)
+    slots = prefix + nodes
+    memory = torch.empty(1, 2, slots, dim) if page_size is None else torch.empty(slots // page_size, page_size, 2, dim)
+    table = None if page_size is None else torch.arange(slots // page_size, dtype=torch.int32)[None]
+    query, parents = torch.empty(nodes, heads, dim), torch.arange(-1, nodes - 1)[None]
+    starts, prefixes = (torch.tensor(one, dtype=torch.int32) for one in ([0, nodes], [prefix]))
+    depths = torch.arange(nodes, dtype=torch.int32)
+    given = {"max_nodes": nodes, "max_prefix": prefix, "block_table": table}
+    # The wrapper first, which sees the op as one step; then what the op itself makes.
+    with Allocations() as outside:
+        tree_attention(query, memory, memory, pack_ancestors(parents)[0], starts, prefixes, depths, **given)
+    with Allocations() as inside:
+        tree_attention_triton.launch_tree_attention(
+            query, memory, memory, pack_ancestors(parents)[0], starts, prefixes, depths, nodes, prefix, table, 0.125, None, None
+        )
     splits = prefix // tree_attention_triton.SPLIT
-    assert max(found.sizes) == splits * nodes * heads * dim
-    assert max(found.sizes) < nodes * prefix
+    assert max(inside.sizes) == splits * nodes * heads * dim
+    # The bits come from a mask of nodes by nodes, one row and column larger while it is made.
+    packing = (nodes + 1) ** 2
+    assert max(outside.sizes) <= max(packing, nodes * heads * dim)
+    assert packing < nodes * prefix // 64
 
 
 def check(arguments, given, settings):

@@ -27,7 +27,7 @@ def commit_path(memory: Tensor, path: Tensor, starts: Tensor, counts: Tensor, *,
         block_table: int32 [B, pages of a row].
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or `memory` requires gradients.
     """
     # Loaded when used: triton is not needed for anything else.
     from jetflow.kernels.commit_triton import commit_path_op
@@ -67,6 +67,8 @@ def commit_path_reference(
 def _check(memory: Tensor, path: Tensor, starts: Tensor, counts: Tensor, block_table: Tensor | None) -> None:
     if memory.dim() != 5:
         raise ValueError(f"memory must have 5 dimensions, got {list(memory.shape)}")
+    if memory.requires_grad:
+        raise ValueError("memory must not require gradients, as a commit has none")
     rows = len(path)
     if path.dim() != 2 or path.dtype != torch.int64:
         raise ValueError(f"path must be int64 [B, P], got {path.dtype} {list(path.shape)}")
