@@ -215,7 +215,7 @@ def _reduced_laws(head: BlockDraftHead, target: Target, prompt: list[int]) -> tu
     tokens = [prompt[-1], *kept, *(token for _ in kept for token in kept)]
     parents = [-1, *([0] * REDUCED), *(1 + i for i in range(REDUCED) for _ in kept)]
     logits = verifier.verify(TokenTree.from_parents([tokens], [parents]).to(device)).logits[0]
-    depth = min(LEVELS, head.config.block_size - 1)
+    depth = min(LEVELS, head.config.depth)
     drafted = drafter.draft_logits(root, depth)[0, :, kept].float().cpu()
     log_probs, order = drafted.log_softmax(-1).sort(dim=-1, descending=True)
     # Tokens are named by their place among those kept; the root by the place behind them.

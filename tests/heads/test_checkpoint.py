@@ -80,6 +80,10 @@ def test_speculators_count_layers_from_the_embedding():
     assert read_config(raw).taps == (0, 2)
 
 
+def test_a_file_may_leave_open_how_deep_the_target_is():
+    assert read_config(config(drop=("num_target_layers",))).num_target_layers is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -94,9 +98,8 @@ def test_speculators_count_layers_from_the_embedding():
         ({"nested": {"causal": True, "causal_head": False}}, "contradicts itself"),
         ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=5000.0, rope_parameters.rope_theta=1.0"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
-        ({"nested": {"projector_type": "domino"}}, "correction"),
-        ({"markov_rank": 64}, "correction"),
-        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"nested": {"projector_type": "domino"}}, "projector_type='domino'"),
+        ({"sample_from_anchor": True, "nested": {"sample_from_anchor": False}}, "sample_from_anchor=True, dflash_config"),
         ({"draft_vocab_size": 32}, "draft_vocab_size=32 must equal vocab_size=61"),
         ({"nested": {"mask_token_id": 61}}, r"mask_token_id=61 must be in"),
         ({"nested": {"target_layer_ids": [9]}}, "layer 9"),
@@ -118,7 +121,7 @@ def write(tmp_path, tensors):
         ("prefix_gru.weight_ih_l0", "Domino"),
         ("markov_head.markov_w1.weight", "DSpark"),
         ("layers.0.attention_conv.base_kernel", "DFlash 2"),
-        ("embed_tokens.weight", "embedding of its own"),
+        ("candidate_selector.predecessor_codebook", "DFlash 2"),
         ("d2t", "draft vocabulary"),
         ("surprise", "no DFlash head"),
     ],

@@ -52,8 +52,8 @@ def drafter_behind_prompt(head, target, **options):
 
 
 def source_of(drafter, roots, width):
-    states = drafter._laws.correct_first(drafter._draft(roots, DEPTH), roots)
-    return drafter._laws.source(states, drafter._logits(states), width, drafter._vocabulary)
+    states = drafter._draft(roots, DEPTH)
+    return drafter._laws.source(states, drafter._words.logits(states), roots, width)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,10 +194,11 @@ def test_every_weight_of_a_correction_learns(target):
 
 
 def test_wrong_settings_are_named(target):
-    with pytest.raises(ValueError, match="correction must be pairwise, gated or recurrent, got 'markov'"):
-        make_head(target, "markov", trained=False)
-    config = DraftHeadConfig.for_target(
-        target.config, num_layers=1, block_size=4, mask_token_id=60, taps=(0,), correction="gated", correction_rank=0
-    )
+    with pytest.raises(ValueError, match=r"correction must be one of pairwise, gated, recurrent, markov, .*, got 'domino'"):
+        make_head(target, "domino", trained=False)
+    with pytest.raises(ValueError, match="selector_candidates=None belongs to correction='selector', got 'selector'"):
+        make_head(target, "selector", trained=False)
     with pytest.raises(ValueError, match="correction_rank must be at least 1, got 0"):
-        BlockDraftHead(config)
+        DraftHeadConfig.for_target(
+            target.config, num_layers=1, block_size=4, mask_token_id=60, taps=(0,), correction="gated", correction_rank=0
+        )

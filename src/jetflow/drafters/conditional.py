@@ -8,67 +8,74 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetflow.heads.corrections import PairwiseCorrection, RecurrentCorrection
+from jetflow.drafters.words import HeadWords
+from jetflow.heads.corrections import Correction
 from jetflow.protocols import CandidateSource
-from jetflow.targets import Target
+from jetflow.trees.ranking import likeliest_tokens
 from jetflow.trees.sources import MarginalSource, PairwiseSource, RecurrentSource
 
 
 class ConditionalLaws:
-    """A correction with its two vocabulary-sized tables, computed once: W1 = down(embedding), W2 = lm_head . up.
+    """A correction with its two tables, made once.
 
     Args:
         correction: of the head.
-        target: whose embedding and output embedding the tables are made from.
+        words: the embeddings that the head drafts with.
     """
 
     @torch.no_grad()
-    def __init__(self, correction: PairwiseCorrection, target: Target):
+    def __init__(self, correction: Correction, words: HeadWords):
         self._correction = correction
-        self._target = target
-        tokens = torch.arange(target.vocab_size, device=target.device)
-        self._read = torch.cat([correction.read(target.embed(part)) for part in tokens.split(8192)])
-        self._write = target.output_rows(slice(None))[0] @ correction.up.weight
+        self._read, self._write = correction.tables(words.embed, words.output_rows(slice(None))[0])
+        self._token_ids = words.token_ids
 
-    def correct_first(self, states: Tensor, root_tokens: Tensor) -> Tensor:
-        """Corrects the first of the states [B, D, H] by the root: its law is known before the candidates are."""
-        root = self._target.embed(root_tokens)[:, None]
-        return torch.cat([self._correction(states[:, :1], root), states[:, 1:]], dim=1)
-
-    def source(self, states: Tensor, logits: Tensor, width: int, token_ids: Tensor | None) -> CandidateSource:
+    @torch.no_grad()
+    def source(self, states: Tensor, logits: Tensor, root_tokens: Tensor, width: int) -> CandidateSource:
         """Returns the source of a tree.
 
         Args:
-            states: float [B, D, H], level 1 first, that level corrected.
-            logits: float [B, D, V] of these states, or over `token_ids`.
+            states: float [B, D, H], level 1 first.
+            logits: float [B, D, V] of these states, or of the tokens that `words` is made for; level 1 is changed in place.
+            root_tokens: int64 [B].
             width: candidates per depth.
-            token_ids: int64 [V], the token that each column stands for.
         """
-        gates = self._correction.gates(states)
-        if isinstance(self._correction, RecurrentCorrection):
-            return self._recurrent(self._correction, gates, MarginalSource.from_logits(logits, width, token_ids=token_ids))
+        correction = self._correction
+        # The law of level 1 is known before the candidates are, so that it is corrected whole.
+        logits[:, 0] = self._first(states[:, 0], logits[:, 0], root_tokens)
+        if correction.recurrent:
+            return self._recurrent(states, MarginalSource.from_logits(logits, width, token_ids=self._token_ids))
 
         def additions(parents: Tensor, candidates: Tensor) -> Tensor:
-            paths = self._read[parents]
-            paths = paths if gates is None else paths * gates[:, 1:, None]
-            return paths @ self._write[candidates].mT
+            mixed, _ = correction.mix(self._read[parents], states[:, 1:, None])
+            return mixed @ self._write[candidates].mT
 
-        return PairwiseSource.from_logits(logits, width, additions, token_ids=token_ids)
+        return PairwiseSource.from_logits(
+            logits, width, additions, token_ids=self._token_ids, num_corrected=correction.num_candidates
+        )
 
-    def _recurrent(self, correction: RecurrentCorrection, gates: Tensor | None, plain: MarginalSource) -> RecurrentSource:
-        assert gates is not None, "recurrent corrections are gated"
-        scales, write = gates, self._write[plain.tokens]
-        inputs = self._read[:0]
+    def _first(self, states: Tensor, logits: Tensor, root_tokens: Tensor) -> Tensor:
+        """Corrects the logits [B, V] of level 1 by the roots."""
+        mixed, _ = self._correction.mix(self._read[root_tokens], states)
+        count = self._correction.num_candidates
+        if count is None:
+            write = self._write if self._token_ids is None else self._write[self._token_ids]
+            return logits + mixed @ write.mT
+        best = likeliest_tokens(logits.float(), min(count, logits.shape[-1]))
+        plain = logits.float().gather(-1, best)
+        tokens = best if self._token_ids is None else self._token_ids[best]
+        scores = plain + (self._write[tokens] @ mixed[:, :, None])[..., 0].float()
+        # Among themselves: they keep the mass that they have together.
+        corrected = scores.log_softmax(-1) + plain.logsumexp(-1, keepdim=True)
+        return logits.scatter(-1, best, corrected.to(logits.dtype))
 
-        def advance(tokens: Tensor, memory: Tensor | None) -> Tensor:
-            nonlocal inputs
-            inputs = self._read[tokens]
-            return correction.step(inputs, torch.zeros_like(inputs) if memory is None else memory)
+    def _recurrent(self, states: Tensor, plain: MarginalSource) -> RecurrentSource:
+        write = self._write[plain.tokens]
 
-        def additions(level: int, memory: Tensor) -> Tensor:
-            if level == 1:
-                return memory.new_zeros(*memory.shape[:2], write.shape[2])
-            paths = (inputs + memory) * scales[:, level - 1, None]
-            return paths @ write[:, level - 1].mT
+        @torch.no_grad()
+        def step(level: int, tokens: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+            mixed, memory = self._correction.mix(self._read[tokens], states[:, level - 1, None], memory)
+            assert memory is not None, "recurrent corrections have a memory"
+            added = mixed @ write[:, level - 1].mT
+            return (torch.zeros_like(added) if level == 1 else added), memory
 
-        return RecurrentSource(plain.tokens, plain.log_probs, advance, additions)
+        return RecurrentSource(plain.tokens, plain.log_probs, step)

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from jetflow import masks
 from jetflow.drafters.conditional import ConditionalLaws
+from jetflow.drafters.words import HeadWords
 from jetflow.graphs import GraphSettings, RecordedSteps
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.context_cache import HeadCache
@@ -84,21 +84,20 @@ class ParallelDrafter:
             raise ValueError(f"refine_nodes={refine_nodes} needs passes of at least 2, got passes=1")
         _check_match(head, target)
         depth = getattr(expander, "depth", 0)
-        if depth > head.config.block_size - 1:
+        if depth > head.config.depth:
             raise ValueError(
                 f"expander asks for {depth} levels, but a head of block_size={head.config.block_size} drafts "
-                f"{head.config.block_size - 1}"
+                f"{head.config.depth}"
             )
         self.taps = head.config.taps
         self._head = head
-        self._target = target
         self._expander = expander or BestFirst()
         self._width = width
         self._sampling = sampling
         self._passes, self._refine_nodes = passes, refine_nodes
         self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
-        self._output_rows = None if self._vocabulary is None else target.output_rows(self._vocabulary)
-        self._laws = None if head.correction is None else ConditionalLaws(head.correction, target)
+        self._words = HeadWords(head, target, self._vocabulary)
+        self._laws = None if head.correction is None else ConditionalLaws(head.correction, self._words)
         self._cache: HeadCache | None = None
         self._recorded = None if graphs is None else RecordedSteps(graphs)
         size = head.config.block_size
@@ -135,11 +134,11 @@ class ParallelDrafter:
 
         They are float [B, depth, V], or [B, depth, R] over the tokens of `vocabulary` where there is one.
         """
-        return self._logits(self._draft(root_tokens, depth))
+        return self._words.logits(self._draft(root_tokens, depth))
 
     def propose(self, context: DraftContext, budget: int) -> TokenTree:
-        """Returns trees of at most `budget` nodes and at most `block_size - 1` levels."""
-        depth = min(self._head.config.block_size - 1, context.max_depth, budget - 1)
+        """Returns trees of at most `budget` nodes and at most as many levels as a block drafts."""
+        depth = min(self._head.config.depth, context.max_depth, budget - 1)
         if depth < 1:
             return TokenTree.root_only(context.root_tokens)
         source = self._source(context, depth, budget)
@@ -155,7 +154,7 @@ class ParallelDrafter:
         for _ in range(self._passes - 1):
             tree = BestFirst()(context.root_tokens, source, self._refine_nodes or budget)
             context.mark("draft")
-            logits = self._logits(self._read(tree))
+            logits = self._words.logits(self._read(tree))
             context.mark("build")
             laws = MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
             source = RefinedSource(tree, (laws.tokens, laws.log_probs), source)
@@ -169,15 +168,13 @@ class ParallelDrafter:
             states, logits = self._replay(self._recorded, context.root_tokens, depth)
         context.mark("build")
         if self._laws is not None:
-            return self._laws.source(states, logits, width, self._vocabulary)
+            return self._laws.source(states, logits, context.root_tokens, width)
         return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
 
     def _run(self, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """States [B, depth, H] and logits [B, depth, V] behind the roots, those of the first level corrected by them."""
+        """States [B, depth, H] and logits [B, depth, V] behind the roots, not corrected."""
         states = self._draft(root_tokens, depth)
-        if self._laws is not None:
-            states = self._laws.correct_first(states, root_tokens)
-        return states, self._logits(states)
+        return states, self._words.logits(states)
 
     def _replay(self, recorded: RecordedSteps, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The same from a recording, which is made when its bucket of prefix lengths is first used."""
@@ -192,26 +189,25 @@ class ParallelDrafter:
         """What is recorded: nothing in it may depend on the host."""
         assert self._cache is not None, "reset comes before a draft"
         with self._cache.static_slots(starts, longest):
-            return self._run(root_tokens, self._head.config.block_size - 1)
+            return self._run(root_tokens, self._head.config.depth)
 
     def _draft(self, root_tokens: Tensor, depth: int) -> Tensor:
         """One pass of the head: hidden states [B, depth, H] of the positions after the roots."""
         assert self._cache is not None, "reset comes before a draft"
         config = self._head.config
+        # The slot that predicts the first token.
+        first = 0 if config.published.sample_from_anchor else 1
         # In a causal block no position depends on later ones, so those need not be computed.
-        size = depth + 1 if config.causal else config.block_size
+        size = depth + first if config.causal else config.block_size
         block = root_tokens.new_full((len(root_tokens), size), config.mask_token_id)
         block[:, 0] = root_tokens
-        hidden = self._head.draft(self._target.embed(block), self._cache, self._in_block_mask[:size, :size])
-        return hidden[:, 1 : depth + 1]
+        hidden = self._head.draft(self._words.embed(block), self._cache, self._in_block_mask[:size, :size])
+        return hidden[:, first : first + depth]
 
     def _read(self, tree: TokenTree) -> Tensor:
         """One pass of the head over the nodes of a tree, each behind its own path: hidden states [B, N, H]."""
         assert self._cache is not None, "reset comes before a draft"
-        return self._head.draft(self._target.embed(tree.tokens), self._cache, tree.ancestor_mask(), tree.depths)
-
-    def _logits(self, states: Tensor) -> Tensor:
-        return self._target.lm_head(states) if self._output_rows is None else linear(states, *self._output_rows)
+        return self._head.draft(self._words.embed(tree.tokens), self._cache, tree.ancestor_mask(), tree.depths)
 
 
 def _checked_vocabulary(vocabulary: Tensor, target: Target) -> Tensor:
@@ -234,6 +230,7 @@ def _check_match(head: BlockDraftHead, target: Target) -> None:
         "device": (weight.device, target.device),
     }
     for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
+        # Some files do not say how many layers the target has.
+        if ours != theirs and ours is not None:
             raise ValueError(f"head and target must agree: the head's {name} is {ours}, the target's {theirs}")
     target.check_taps(config.taps)

@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
-from jetflow.heads.corrections import make_correction
+from jetflow.heads.convolution import BlockConvolution
+from jetflow.heads.corrections import PairwiseCorrection
 from jetflow.heads.rope import RotaryEmbedding, rotate
+from jetflow.heads.vocabulary_corrections import make_correction
 from jetflow.kernels import dispatch
 from jetflow.kernels.ancestors import pack_bits
 from jetflow.kernels.masked_attention import masked_attention
@@ -98,14 +100,17 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        sizes = config.published.convolution
+        self.attention_conv = None if sizes is None else BlockConvolution(config.hidden_size, *sizes)
+        self.mlp_conv = None if sizes is None else BlockConvolution(config.hidden_size, *sizes)
 
     def forward(self, states: Tensor, *args: Any) -> Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), *args)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        states = states + _convolved(self.attention_conv, self.self_attn, self.input_layernorm(states), *args)
+        return states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(states))
 
 
 class BlockDraftHead(nn.Module):
-    """A JetFlow or DFlash draft head. It owns neither embedding nor output embedding: those are the target's.
+    """A JetFlow or DFlash draft head. Its embedding and output embedding are the target's, where it does not hold its own.
 
     Which block positions see each other is no property of the head's code: the mask is handed in.
 
@@ -122,8 +127,10 @@ class BlockDraftHead(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        kind, rank = config.correction, config.correction_rank
-        self.correction = None if kind is None else make_correction(kind, config.hidden_size, rank)
+        self.correction = make_correction(config)
+        words = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(*words) if config.published.own_embedding else None
+        self.lm_head = nn.Linear(*words[::-1], bias=False) if config.published.own_output else None
         self._rotary = RotaryEmbedding(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
     def new_cache(self, batch_size: int, capacity: int = 0) -> HeadCache:
@@ -166,8 +173,9 @@ class BlockDraftHead(nn.Module):
             depths: int64 [B, T], places of the slots behind the root; 0, 1, 2, ... when absent.
 
         Returns:
-            float [B, T, H], final-normed hidden states. A masked slot i of a block predicts the token at root + i; a slot
-            that holds a token predicts the next one, if the head has refinement.
+            float [B, T, H], final-normed hidden states. A masked slot i of a block predicts the token at root + i, or at
+            root + i + 1 for a head that samples from the anchor; a slot that holds a token predicts the next one, if the
+            head has refinement.
         """
         size = block_embeds.shape[1]
         rotation = self._rotary(self._positions(cache, size, depths), block_embeds.dtype)
@@ -201,9 +209,14 @@ class BlockDraftHead(nn.Module):
             float [B, Q, H], final-normed hidden states, corrected by the path before each slot.
 
         Raises:
-            ValueError: `features` has another width than the head reads.
+            ValueError: `features` has another width than the head reads, or the head has parts that are not trained here.
         """
         self._check_features(features)
+        if not self.config.is_plain:
+            raise ValueError(
+                f"a head with correction={self.config.correction!r} and {self.config.published} cannot be trained on; "
+                "JetFlow and DFlash heads can"
+            )
         positions = torch.arange(features.shape[1], device=features.device)[None]
         context = self._project_context(features, self._rotary(positions, features.dtype))
         rotation = self._rotary(block_positions, block_embeds.dtype)
@@ -215,7 +228,7 @@ class BlockDraftHead(nn.Module):
             else:
                 states = layer(states, rotation, attend)
         states = self.norm(states)
-        if self.correction is None or previous_embeds is None:
+        if not isinstance(self.correction, PairwiseCorrection) or previous_embeds is None:
             return states
         blocks = (-1, self.config.block_size)
         return self.correction(states.unflatten(1, blocks), previous_embeds.unflatten(1, blocks)).flatten(1, 2)
@@ -270,6 +283,14 @@ class BlockDraftHead(nn.Module):
                 f"features must be {self.fc.in_features} wide ({len(self.config.taps)} taps of "
                 f"{self.config.target_hidden_size}), got {features.shape[-1]}"
             )
+
+
+def _convolved(convolution: BlockConvolution | None, sublayer: nn.Module, states: Tensor, *args: Any) -> Tensor:
+    """Runs a sub-layer, between two convolutions where there are any."""
+    if convolution is None:
+        return sublayer(states, *args)
+    before, after = convolution.kernels(states)
+    return convolution(sublayer(convolution(states, before, 0), *args), after, 1)
 
 
 def _attend_behind(

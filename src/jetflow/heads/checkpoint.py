@@ -1,6 +1,7 @@
 """Loading and saving draft heads in the public checkpoint formats.
 
-Read: JetSpec, z-lab DFlash, NeMo, vLLM's spelling, and vLLM speculators, where the head is the plain DFlash backbone.
+Read: JetSpec, z-lab DFlash, NeMo, vLLM's spelling, and vLLM speculators, where the backbone is a DFlash one, with the parts
+of DSpark and DFlash 2 (`published`).
 Written: one folder that JetSpec and stock vLLM read, with the causal flag in every spelling. EAGLE-3 heads have formats of
 their own, in `eagle_checkpoint`; `load_head` and `save_head` know both kinds.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +22,18 @@ from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.eagle_checkpoint import eagle_files, is_eagle_config, read_eagle_head
 from jetflow.heads.eagle_head import EagleHead
 from jetflow.heads.files import CORRECTION, WEIGHTS, head_folder, need, read_rope, read_tensors
+from jetflow.heads.published import FOREIGN_TENSORS, published_name, published_settings, published_tensors
 
 FREQUENT = "frequent_tokens.json"
-# Keys of corrections and copies that other heads of this family carry, and what they are.
-FOREIGN_TENSORS = {
-    "prefix_gru": "Domino's recurrent correction",
-    "embed_proj": "Domino's recurrent correction",
-    "markov_head": "DSpark's Markov correction",
-    "confidence_head": "DSpark's confidence head",
-    "candidate_selector": "DFlash 2's path selector",
-    "_conv.": "DFlash 2's convolutions",
-    "embed_tokens": "an embedding of its own",
-    "lm_head": "an output embedding of its own",
-    "d2t": "a draft vocabulary of its own",
-    "t2d": "a draft vocabulary of its own",
-}
 
 
 def load_head(
     name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> BlockDraftHead | EagleHead:
     """Loads a draft head from a local folder or from the hub; `config.json` says which kind it is.
+
+    An embedding and an output embedding that the checkpoint holds are used in place of the target's; DSpark's confidence
+    head is left out.
 
     Args:
         name_or_path: folder or hub name.
@@ -57,11 +50,12 @@ def load_head(
     if is_eagle_config(raw):
         return read_eagle_head(raw, read_tensors(folder), dtype).to(device or "cpu").eval()
     config = read_config(raw)
-    with torch.device("meta"):
-        head = BlockDraftHead(config)
-    tensors = read_tensors(folder)
-    if config.correction is not None:
+    tensors = published_tensors(read_tensors(folder), config)
+    if "jetflow_correction" in raw:
         tensors |= read_tensors(folder / CORRECTION)
+    parts = replace(config.published, own_embedding="embed_tokens.weight" in tensors, own_output="lm_head.weight" in tensors)
+    with torch.device("meta"):
+        head = BlockDraftHead(replace(config, published=parts))
     tensors = _checked_tensors(head, tensors)
     head.load_state_dict({name: value.to(dtype or value.dtype) for name, value in tensors.items()}, assign=True)
     return head.to(device or "cpu").eval()
@@ -74,8 +68,13 @@ def save_head(head: BlockDraftHead | EagleHead, directory: str | Path) -> None:
     EAGLE-3 head is written as vLLM, SGLang and SpecForge read it.
 
     Raises:
-        ValueError: an EAGLE-3 head has a setting for which that format has no place.
+        ValueError: an EAGLE-3 head has a setting for which that format has no place, or a block head has parts of others'
+            formats, which are read but not written.
     """
+    if isinstance(head, BlockDraftHead) and not head.config.is_plain:
+        raise ValueError(
+            f"a head with correction={head.config.correction!r} and {head.config.published} cannot be saved; copy its folder"
+        )
     from safetensors.torch import save_file
 
     folder = Path(directory)
@@ -141,8 +140,7 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         taps=tuple(taps),
         mask_token_id=_only_value("mask_token_id", raw, nested),
         vocab_size=raw.get("vocab_size") or need(sizes, "vocab_size"),
-        # Older files do not name the target's depth; then it is only known to reach the last tap.
-        num_target_layers=_only_value("num_target_layers", raw, nested, required=False) or max(taps) + 1,
+        num_target_layers=_only_value("num_target_layers", raw, nested, required=False),
         target_hidden_size=_only_value("target_hidden_size", raw, nested, required=False) or width,
         causal=_causal(raw, nested),
         rms_norm_eps=sizes.get("rms_norm_eps", 1e-6),
@@ -150,6 +148,7 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
         attention_bias=sizes.get("attention_bias", False),
         refinement=raw.get("jetflow_refinement", False),
+        **published_settings(raw, nested),
         **(raw.get("jetflow_correction") or {}),
     )
 
@@ -235,10 +234,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes
     sliding = "sliding_attention" in (sizes.get("layer_types") or ())
     if sliding or raw.get("use_swa") or nested.get("use_swa") or sizes.get("use_sliding_window"):
         raise ValueError("config.json asks for sliding-window draft layers, which are not supported yet")
-    if nested.get("projector_type") or nested.get("shift_label") or raw.get("markov_rank") or raw.get("conv_kernel_size"):
-        raise ValueError("config.json belongs to a head with a correction (Domino, DSpark or DFlash 2), not supported yet")
-    if raw.get("sample_from_anchor") or nested.get("sample_from_anchor"):
-        raise ValueError("sample_from_anchor=true: heads that predict from the anchor's slot are not supported yet")
+    for key in ("attention_sink_bias", "attention_value_scale"):
+        if raw.get(key) or nested.get(key):
+            raise ValueError(f"config.json asks for {key}={raw.get(key) or nested.get(key)}, which is not supported")
     draft_vocab = raw.get("draft_vocab_size")
     vocab = raw.get("vocab_size") or sizes.get("vocab_size")
     if draft_vocab is not None and draft_vocab != vocab:
@@ -253,10 +251,9 @@ def _checked_tensors(head: BlockDraftHead, tensors: dict[str, Tensor]) -> dict[s
             reason = f": {kinds[0]}, which this head does not have" if kinds else ", which no DFlash head has"
             raise ValueError(f"the checkpoint holds the tensor {name!r}{reason}")
         if value.shape != expected[name].shape:
-            raise ValueError(
-                f"tensor {name!r} must have shape {list(expected[name].shape)} by config.json, got {list(value.shape)}"
-            )
+            wanted, got = list(expected[name].shape), list(value.shape)
+            raise ValueError(f"tensor {published_name(name, head.config)!r} must have shape {wanted} by config.json, got {got}")
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise ValueError(f"the checkpoint lacks the tensor {missing[0]!r}")
+        raise ValueError(f"the checkpoint lacks the tensor {published_name(missing[0], head.config)!r}")
     return tensors

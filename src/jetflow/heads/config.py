@@ -7,6 +7,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Those that training makes, and those that are only read from others' checkpoints.
+FACTORED_CORRECTIONS = ("pairwise", "gated", "recurrent")
+PUBLISHED_CORRECTIONS = ("markov", "markov-gated", "markov-recurrent", "selector")
+
+
+@dataclass(frozen=True)
+class PublishedParts:
+    """Parts of others' heads that are drafted with but neither trained nor saved here.
+
+    Attributes:
+        sample_from_anchor: slot i predicts the token at root + i + 1, so that a block drafts `block_size` tokens.
+        selector_candidates: tokens of a depth that a `selector` chooses among.
+        convolution: taps and channels per group of DFlash 2's convolutions; None for no convolution.
+        own_embedding: the head holds an input embedding.
+        own_output: the head holds an output embedding.
+        embedding_scale: factor of the target's raw embedding weights; None for the target's embedding as it is.
+        output_scale: factor of the logits.
+        output_cap: largest size c of the logits, `c tanh(logits / c)`; None for no limit.
+    """
+
+    sample_from_anchor: bool = False
+    selector_candidates: int | None = None
+    convolution: tuple[int, int] | None = None
+    own_embedding: bool = False
+    own_output: bool = False
+    embedding_scale: float | None = None
+    output_scale: float = 1.0
+    output_cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -24,16 +52,18 @@ class DraftHeadConfig:
         taps: target layers whose outputs are read; layer L means the output of decoder layer L.
         mask_token_id: token that fills the positions to draft.
         vocab_size: the target's vocabulary.
-        num_target_layers: decoder layers of the target.
+        num_target_layers: decoder layers of the target; None where its file does not say.
         target_hidden_size: width of the tapped states.
         causal: in-block attention; True for JetFlow, False for DFlash (bidirectional).
         rms_norm_eps: epsilon of all norms.
         rope_parameters: transformers' spelling, with `rope_type` and `rope_theta`.
         max_position_embeddings: positions that the rotary embedding is made for.
         attention_bias: whether the attention projections have biases.
-        correction: what a node's own path adds to its law, `pairwise`, `gated` or `recurrent`; None for nothing.
+        correction: what a node's own path adds to its law, `pairwise`, `gated` or `recurrent`, or one of
+            `PUBLISHED_CORRECTIONS`; None for nothing.
         correction_rank: numbers that the correction makes of a path.
         refinement: whether slots that hold a token predict the next one, for a second pass over the nodes of a tree.
+        published: what a head of others has beside the DFlash backbone.
 
     Raises:
         ValueError: a rule between these is broken; the message names the key, the rule and the value.
@@ -49,7 +79,7 @@ class DraftHeadConfig:
     taps: tuple[int, ...]
     mask_token_id: int
     vocab_size: int
-    num_target_layers: int
+    num_target_layers: int | None
     target_hidden_size: int
     causal: bool = True
     rms_norm_eps: float = 1e-6
@@ -59,6 +89,17 @@ class DraftHeadConfig:
     correction: str | None = None
     correction_rank: int = 128
     refinement: bool = False
+    published: PublishedParts = PublishedParts()
+
+    @property
+    def depth(self) -> int:
+        """Tokens that one block drafts."""
+        return self.block_size if self.published.sample_from_anchor else self.block_size - 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the head is one that training makes: a backbone with a factored correction or none."""
+        return self.correction not in PUBLISHED_CORRECTIONS and self.published == PublishedParts()
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -74,13 +115,36 @@ class DraftHeadConfig:
             raise ValueError(f"mask_token_id={self.mask_token_id} must be in [0, vocab_size={self.vocab_size})")
         if not self.taps or len(set(self.taps)) != len(self.taps):
             raise ValueError(f"taps must name at least one layer, each once, got {self.taps}")
-        wrong = [tap for tap in self.taps if not 0 <= tap < self.num_target_layers]
+        end = max(self.taps) + 1 if self.num_target_layers is None else self.num_target_layers
+        wrong = [tap for tap in self.taps if not 0 <= tap < end]
         if wrong:
-            raise ValueError(f"taps={self.taps}: layer {wrong[0]} must be in [0, {self.num_target_layers})")
+            raise ValueError(f"taps={self.taps}: layer {wrong[0]} must be in [0, {end})")
         if self.refinement and not self.causal:
             raise ValueError("refinement=True needs causal=True: in a bidirectional block a slot sees the token it predicts")
         if "rope_theta" not in self.rope_parameters:
             raise ValueError(f"rope_parameters must hold rope_theta, got {dict(self.rope_parameters)}")
+        kinds = (*FACTORED_CORRECTIONS, *PUBLISHED_CORRECTIONS)
+        if self.correction is not None and self.correction not in kinds:
+            raise ValueError(f"correction must be one of {', '.join(kinds)}, got {self.correction!r}")
+        if self.correction is not None and self.correction_rank < 1:
+            raise ValueError(f"correction_rank must be at least 1, got {self.correction_rank}")
+        self._check_published()
+
+    def _check_published(self) -> None:
+        parts = self.published
+        if (self.correction == "selector") != (parts.selector_candidates is not None):
+            raise ValueError(
+                f"selector_candidates={parts.selector_candidates} belongs to correction='selector', got {self.correction!r}"
+            )
+        if parts.selector_candidates is not None and not 1 <= parts.selector_candidates <= self.vocab_size:
+            raise ValueError(f"selector_candidates={parts.selector_candidates} must be in [1, vocab_size={self.vocab_size}]")
+        taps, group = parts.convolution or (1, 1)
+        if taps < 1 or group < 1 or self.hidden_size % group:
+            raise ValueError(
+                f"convolution={parts.convolution} must be taps >= 1 and channels that divide hidden_size={self.hidden_size}"
+            )
+        if parts.output_cap is not None and parts.output_cap <= 0:
+            raise ValueError(f"output_cap must be above 0, got {parts.output_cap}")
 
     @classmethod
     def for_target(

@@ -43,9 +43,14 @@ def warm_start(
         refinement: slots that hold a token predict the next one.
 
     Raises:
-        ValueError: the widths of head and target differ, or more layers are asked for than `head` has.
+        ValueError: the widths of head and target differ, more layers are asked for than `head` has, or `head` has parts
+            that are not trained here.
     """
     old = head.config
+    if not old.is_plain:
+        raise ValueError(
+            f"head has correction={old.correction!r} and {old.published}; only JetFlow and DFlash heads are trained"
+        )
     for name, ours, theirs in (
         ("hidden_size", old.hidden_size, target.hidden_size),
         ("target_hidden_size", old.target_hidden_size, target.hidden_size),

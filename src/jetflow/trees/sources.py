@@ -134,7 +134,13 @@ class PairwiseSource:
 
     @classmethod
     def from_logits(
-        cls, logits: Tensor, width: int, additions: Callable[[Tensor, Tensor], Tensor], *, token_ids: Tensor | None = None
+        cls,
+        logits: Tensor,
+        width: int,
+        additions: Callable[[Tensor, Tensor], Tensor],
+        *,
+        token_ids: Tensor | None = None,
+        num_corrected: int | None = None,
     ) -> PairwiseSource:
         """Takes the `width` likeliest tokens of each depth and corrects their logits by the token before.
 
@@ -147,16 +153,23 @@ class PairwiseSource:
             additions: what is added to the logits of the candidates, int64 [B, D - 1, K] for depths 2 to D, behind each
                 parent, int64 [B, D - 1, K], the candidates of depths 1 to D - 1; float [B, D - 1, K (parent), K].
             token_ids: int64 [V], the token that each column stands for, where the logits are over a part of the vocabulary.
+            num_corrected: correct the first so many candidates of a depth among themselves, so that they keep the mass that
+                they have together, and leave the others as they are; None corrects all of them against the other tokens.
 
         Raises:
             ValueError: as for `MarginalSource.from_logits`.
         """
         plain = MarginalSource.from_logits(logits, width, token_ids=token_ids)
         tokens, log_probs = plain.tokens, plain.log_probs
-        rest = rest_log_prob(log_probs[:, 1:])[:, :, None]
-        corrected = log_probs[:, 1:, None] + additions(tokens[:, :-1], tokens[:, 1:]).float()
-        table = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest)
-        return cls(tokens, log_probs[:, 0], table)
+        uncorrected = log_probs[:, 1:, None]
+        corrected = uncorrected + additions(tokens[:, :-1], tokens[:, 1:]).float()
+        if num_corrected is None:
+            table = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest_log_prob(uncorrected))
+            return cls(tokens, log_probs[:, 0], table)
+        first = corrected[..., :num_corrected].log_softmax(-1)
+        first = first + uncorrected[..., :num_corrected].logsumexp(-1, keepdim=True)
+        others = uncorrected[..., num_corrected:].expand(*first.shape[:-1], -1)
+        return cls(tokens, log_probs[:, 0], torch.cat([first, others], dim=-1))
 
     def tables(self, levels: int) -> LawTables:
         """Returns the laws of the first `levels` depths, one for each candidate of the depth before."""
@@ -192,23 +205,21 @@ class RecurrentSource:
     Args:
         tokens: int64 [B, D, K], candidates of each depth.
         log_probs: float32 [B, D, K], their uncorrected laws, level 1 first.
-        advance: turns the frontier's tokens int64 [B, F] and the memories of their parents [B, F, R] (None at the root)
-            into memories [B, F, R].
-        additions: what is added to the log-probabilities of the candidates of a level, given level and memories;
-            float [B, F, K].
+        step: given a level, the frontier's tokens int64 [B, F] in front of it and the memories of their parents [B, F, R]
+            (None at the root), returns what is added to the log-probabilities of that level's candidates, float [B, F, K],
+            and the memories of the frontier [B, F, R].
     """
 
     def __init__(
         self,
         tokens: Tensor,
         log_probs: Tensor,
-        advance: Callable[[Tensor, Tensor | None], Tensor],
-        additions: Callable[[int, Tensor], Tensor],
+        step: Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]],
     ):
         self.max_depth = tokens.shape[1]
         self._tokens, self._log_probs = tokens, log_probs
         self._rest = rest_log_prob(log_probs)
-        self._advance, self._additions = advance, additions
+        self._step = step
         self._memory: Tensor | None = None
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
@@ -216,8 +227,8 @@ class RecurrentSource:
         before = None
         if level > 1 and self._memory is not None:
             before = self._memory.gather(1, frontier.parents[:, :, None].expand(-1, -1, self._memory.shape[2]))
-        self._memory = self._advance(frontier.tokens, before)
-        corrected = self._log_probs[:, level - 1, None] + self._additions(level, self._memory).float()
+        added, self._memory = self._step(level, frontier.tokens, before)
+        corrected = self._log_probs[:, level - 1, None] + added.float()
         rest = self._rest[:, level - 1, None]
         law = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest)
         law, order = law.sort(dim=-1, descending=True, stable=True)
