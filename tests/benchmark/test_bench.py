@@ -1,6 +1,7 @@
 """`jetflow bench` on the tiny pair: records, tables, plots, refusals, and going on after a stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,67 @@ def test_figures_say_what_the_records_hold(results):
     assert head.accepted_by_depth == sorted(head.accepted_by_depth, reverse=True)
     assert figures["one", "hf"].tau is None
     assert "| head@8 |" in markdown(list(figures.values()))
+
+
+def test_a_head_makes_chains_and_the_published_trees(data, tmp_path):
+    out = tmp_path / "run.jsonl"
+    assert bench(data[:1], out, "--methods", "plain", "head-chain", "head-fanout", "--budgets", "4") == 0
+    settings, records = read_results([out])
+    assert settings["methods"] == ["plain", "head-chain@4", "head-fanout@4"]
+    for one in records:
+        # A chain has one child per node; of four nodes the published tree has the root and three of its children.
+        if one["method"] == "head-chain@4":
+            assert len(one["ranks"]) <= 1
+            assert max(one["accepted"]) > 1
+        if one["method"] == "head-fanout@4":
+            assert max(one["accepted"]) <= 1
+
+
+def test_several_heads_are_told_apart(data, results, tmp_path, capsys):
+    chain = tmp_path / "other"
+    shutil.copytree(TINY / "head", chain)
+    out = tmp_path / "run.jsonl"
+    heads = ["--head", str(TINY / "head"), str(chain), "--methods", "plain", "head", "head-chain", "--budgets", "4"]
+    assert bench(data[:1], out, *heads, "--max-new-tokens", "4") == 0
+    settings, _ = read_results([out])
+    assert settings["head"] == "head, other"
+    assert settings["methods"] == ["plain", "head:head@4", "head:other@4", "head-chain:head@4", "head-chain:other@4"]
+    same = ["--head", str(chain), str(chain)]
+    assert bench(data[:1], tmp_path / "x.jsonl", *same) == 2
+    assert "several --head need folders of different names" in capsys.readouterr().err
+
+    def other_head(lines):
+        lines[0]["settings"]["head"] = "other"
+
+    with pytest.raises(ValueError, match="both hold head@4, but of different heads"):
+        read_results([results, damaged(results, tmp_path / "other.jsonl", other_head)])
+
+
+def test_simulated_acceptance_is_marked_and_stands_alone(data, results, tmp_path, capsys):
+    out = tmp_path / "simulated.jsonl"
+    assert bench(data[:1], out, "--methods", "plain", "simulated", "--acceptance", "0.5", "1", "--budgets", "8") == 0
+    assert "No head was measured." in " ".join(capsys.readouterr().out.split())
+    settings, records = read_results([out])
+    assert settings["methods"] == ["plain", "simulated:0.5@8", "simulated:1@8"]
+    assert settings["simulated_acceptance"] == [0.5, 1.0]
+    figures = {one.method: one for one in figures_of(settings, records)}
+    assert figures["plain"].tau < figures["simulated:0.5@8"].tau < figures["simulated:1@8"].tau
+    assert figures["simulated:0.5@8"].texts_equal == figures["simulated:0.5@8"].num_texts
+    assert all(value >= 0 for one in records for value in (one["seconds"], *one["phases"].values()))
+
+    def renamed(lines):
+        lines[0]["settings"]["methods"][1] = "simulated:0.5@4"
+
+    with pytest.raises(ValueError, match=r"must not share a table, got simulated:0\.5@4 and head@8"):
+        read_results([damaged(results, tmp_path / "renamed.jsonl", renamed)])
+    mixed = ["--methods", "plain", "head", "simulated", "--acceptance", "0.5"]
+    assert bench(data[:1], tmp_path / "mixed.jsonl", *mixed) == 2
+    assert "simulated and measured methods must not share a table" in capsys.readouterr().err
+    assert bench(data[:1], tmp_path / "mixed.jsonl", "--methods", "plain", "simulated") == 2
+    assert "--methods simulated and --acceptance belong together" in capsys.readouterr().err
+    warm = ["--methods", "plain", "simulated", "--acceptance", "0.5", "--temperature", "1"]
+    assert bench(data[:1], tmp_path / "mixed.jsonl", *warm) == 2
+    assert "simulated needs --temperature 0, got 1.0" in capsys.readouterr().err
 
 
 def test_results_are_drawn_again_without_a_model(results, tmp_path, capsys):
@@ -163,6 +225,6 @@ def test_what_is_missing_is_named(data, tmp_path, capsys):
     assert "--data is needed to measure" in capsys.readouterr().err
     arguments = ["bench", "--target", str(TINY / "target"), "--data", *data, "--out", str(tmp_path / "x.jsonl")]
     assert main([*arguments, "--methods", "head"]) == 2
-    assert "--methods head needs --head" in capsys.readouterr().err
+    assert "--methods head need --head" in capsys.readouterr().err
     assert main([*arguments, "--methods", "draft"]) == 2
     assert "--methods draft and hf-assisted need --draft" in capsys.readouterr().err

@@ -353,7 +353,7 @@ def test_an_eagle_head_is_trained_published_and_decodes(tmp_path, answers, capsy
     assert main([*bench, "--methods", "plain", "eagle"]) == 0
     assert "eagle@6" in capsys.readouterr().out
     assert main([*bench, "--methods", "head"]) == 2
-    assert "is an EAGLE-3 head, method eagle" in capsys.readouterr().err
+    assert "--methods head needs a JetFlow or DFlash head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

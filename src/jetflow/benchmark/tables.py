@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ RESAMPLES, LEVEL = 2000, 0.95
 # Phases that are passes of a model.
 FORWARDS = ("prefill", "draft", "verify")
 Interval = tuple[float, float]
+SIMULATED = "simulated:"
+NOTE = "Simulated: trees were given the target's own text at the rate in the name. No head was measured."
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, 
     """Reads results files of one setting and joins their methods.
 
     Raises:
-        ValueError: files differ in a setting that all methods must share, a text is missing, or, in greedy float32 runs, a text
-            is not that of plain decoding.
+        ValueError: files differ in a setting that all methods must share, a text is missing, simulated methods stand beside
+            measured ones, or, in greedy float32 runs, a text is not that of plain decoding.
     """
     settings, records = read_records(paths[0])
     methods = list(settings["methods"])
@@ -67,11 +69,24 @@ def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, 
         for name in SHARED:
             if settings.get(name) != other.get(name):
                 raise ValueError(f"{path} has {name}={other.get(name)}, but {paths[0]} has {settings.get(name)}")
+        for name in other["methods"]:
+            drafts = name in methods and name != BASELINE
+            if drafts and any(settings.get(one) != other.get(one) for one in ("head", "draft")):
+                raise ValueError(f"{path} and {paths[0]} both hold {name}, but of different heads or draft models")
         methods += [name for name in other["methods"] if name not in methods]
         records += [one for one in more if one["method"] not in settings["methods"]]
     settings = {**settings, "methods": methods}
+    refuse_mixture(methods)
     check(settings, records)
     return settings, records
+
+
+def refuse_mixture(methods: Iterable[str]) -> None:
+    """Raises ValueError where simulated methods stand beside others than plain decoding."""
+    simulated = [name for name in methods if name.startswith(SIMULATED)]
+    measured = [name for name in methods if not name.startswith(SIMULATED) and name != BASELINE]
+    if simulated and measured:
+        raise ValueError(f"simulated and measured methods must not share a table, got {simulated[0]} and {measured[0]}")
 
 
 def check(settings: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
@@ -126,7 +141,7 @@ def accuracies(records: Sequence[Mapping[str, Any]], *, run_code: bool = False) 
 
 
 def markdown(figures: Sequence[Figures]) -> str:
-    """One table: methods down, benchmarks across, speedup with its interval and tau."""
+    """One table: methods down, benchmarks across, speedup with its interval and tau; simulated ones are said to be so."""
     datasets = list(dict.fromkeys(one.dataset for one in figures))
     lines = ["| method | " + " | ".join(datasets) + " | mean tau |", "|" + "---|" * (len(datasets) + 2)]
     for method in dict.fromkeys(one.method for one in figures):
@@ -141,6 +156,8 @@ def markdown(figures: Sequence[Figures]) -> str:
             cells.append(cell)
         mean = f"{sum(taus) / len(taus):.2f}" if taus else "-"
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {mean} |")
+    if any(one.method.startswith(SIMULATED) for one in figures):
+        lines += ["", NOTE]
     return "\n".join(lines)
 
 

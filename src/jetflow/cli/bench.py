@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jetflow.benchmark.methods import Method
+    from jetflow.protocols import Drafter
     from jetflow.targets import Target
 
-METHODS = ("plain", "head", "eagle", "lookup", "merged", "draft", "hf", "hf-lookup", "hf-assisted")
+HEAD_METHODS = ("head", "head-chain", "head-fanout", "eagle", "merged")
+METHODS = ("plain", *HEAD_METHODS, "lookup", "draft", "simulated", "hf", "hf-lookup", "hf-assisted")
+# Children of a popped node in the published trees.
+PUBLISHED_WIDTH = 7
 
 
 def add_bench_command(commands: Any) -> None:
@@ -22,7 +26,9 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--from", dest="sources", nargs="+", help="results files: draw them again, without a model")
     bench.add_argument("--target", help="folder or hub name of the target")
     bench.add_argument(
-        "--head", help="folder or hub name of its draft head; method eagle needs an EAGLE-3 head, head and merged others"
+        "--head",
+        nargs="+",
+        help="folder or hub name of its draft head; several are named NAME in METHOD:NAME; method eagle needs an EAGLE-3 head",
     )
     bench.add_argument("--draft", help="folder or hub name of a small model with the same tokenizer")
     bench.add_argument("--data", nargs="+", help="JSONL files or names of benchmarks on the hub")
@@ -33,6 +39,9 @@ def add_bench_command(commands: Any) -> None:
     )
     bench.add_argument("--methods", nargs="+", choices=METHODS, default=["plain", "head"])
     bench.add_argument("--budgets", type=int, nargs="+", default=[16], help="nodes per tree, root included (default 16)")
+    bench.add_argument(
+        "--acceptance", type=float, nargs="+", help="with simulated: rates at which a depth's first candidate is accepted"
+    )
     bench.add_argument("--frequent-tokens", type=int, help="draft only so many tokens, the head's most frequent ones")
     bench.add_argument("--passes", type=int, default=1, help="of the head per tree; more than one needs refinement")
     bench.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -92,6 +101,7 @@ def _measure(args: argparse.Namespace) -> None:
 
     from jetflow.benchmark.datasets import read_dataset
     from jetflow.benchmark.runner import run_benchmark
+    from jetflow.benchmark.tables import refuse_mixture
     from jetflow.targets import Target
     from jetflow.training.regenerate import target_fingerprint
 
@@ -105,6 +115,7 @@ def _measure(args: argparse.Namespace) -> None:
     if target.tokenizer is None:
         raise ValueError(f"--target {args.target} has no tokenizer files, which text prompts need")
     methods = _methods(args, target)
+    refuse_mixture(methods)
     datasets = [
         read_dataset(one, count=args.count, skip=args.skip, published_templates=args.templates == "published")
         for one in args.data
@@ -112,7 +123,7 @@ def _measure(args: argparse.Namespace) -> None:
     settings = {
         "target": Path(args.target).name,
         "fingerprint": target_fingerprint(target),
-        "head": Path(args.head).name if args.head else None,
+        "head": ", ".join(_head_names(args)) or None,
         "draft": Path(args.draft).name if args.draft else None,
         "methods": list(methods),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -127,6 +138,8 @@ def _measure(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "versions": {name: version(name) for name in ("jetflow", "torch", "transformers")},
     }
+    if args.acceptance:
+        settings["simulated_acceptance"] = args.acceptance
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("texts", total=None)
@@ -142,31 +155,18 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
     from jetflow.benchmark.methods import DecoderMethod, HuggingFaceMethod
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.drafters.draft_model import DraftModelDrafter
-    from jetflow.drafters.head import head_drafter
-    from jetflow.drafters.merged import MergedDrafter
     from jetflow.drafters.prompt_lookup import PromptLookupDrafter
-    from jetflow.heads.checkpoint import load_frequent_tokens, load_head
-    from jetflow.heads.eagle_head import EagleHead
     from jetflow.targets import Target as AnyTarget
 
     acceptor = SamplingAcceptor(args.temperature)
     found: dict[str, Method] = {"plain": DecoderMethod(SpeculativeDecoder(target, PromptLookupDrafter(), acceptor, 1))}
+    if ("simulated" in args.methods) != bool(args.acceptance):
+        raise ValueError(f"--methods simulated and --acceptance belong together, got --acceptance {args.acceptance}")
+    if "simulated" in args.methods:
+        found |= _simulated(args, target)
     drafters: dict[str, Any] = {}
-    of_head = [name for name in args.methods if name in ("head", "merged", "eagle")]
-    if of_head:
-        if args.head is None:
-            raise ValueError(f"--methods {of_head[0]} needs --head")
-        vocabulary = load_frequent_tokens(args.head, args.frequent_tokens) if args.frequent_tokens else None
-        head = load_head(args.head, dtype=target.dtype, device=args.device)
-        is_eagle = isinstance(head, EagleHead)
-        wrong = [name for name in of_head if (name == "eagle") != is_eagle]
-        if wrong:
-            kind = "an EAGLE-3 head, method eagle" if is_eagle else "no EAGLE-3 head"
-            raise ValueError(f"--methods {wrong[0]}: --head {args.head} is {kind}")
-        drafter = head_drafter(head, target, vocabulary=vocabulary, passes=args.passes)
-        # Methods take turns, and a drafter forgets at the start of each text, so that one serves all.
-        drafters["eagle" if is_eagle else "head"] = drafter
-        drafters["merged"] = MergedDrafter([drafter, PromptLookupDrafter()], [0.7, 0.3])
+    if set(HEAD_METHODS) & set(args.methods):
+        drafters |= _head_drafters(args, target)
     drafters["lookup"] = PromptLookupDrafter()
     small = None
     if {"draft", "hf-assisted"} & set(args.methods):
@@ -174,8 +174,8 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
             raise ValueError("--methods draft and hf-assisted need --draft")
         small = AnyTarget.from_pretrained(args.draft, dtype=target.dtype, device=args.device)
         drafters["draft"] = DraftModelDrafter(small, target)
-    for name in args.methods:
-        if name in drafters:
+    for method in args.methods:
+        for name in [name for name in drafters if name.split(":")[0] == method]:
             for budget in args.budgets:
                 found[f"{name}@{budget}"] = DecoderMethod(SpeculativeDecoder(target, drafters[name], acceptor, budget))
     peers: dict[str, dict[str, Any]] = {
@@ -186,6 +186,71 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
     for name, options in peers.items():
         if name in args.methods:
             found[name] = HuggingFaceMethod(target, args.temperature, options)
+    return found
+
+
+def _head_drafters(args: argparse.Namespace, target: Target) -> dict[str, Drafter]:
+    """The drafters of every head, by method, and by METHOD:NAME where there are several heads."""
+    from jetflow.drafters.head import head_drafter
+    from jetflow.drafters.merged import MergedDrafter
+    from jetflow.drafters.prompt_lookup import PromptLookupDrafter
+    from jetflow.heads.checkpoint import load_frequent_tokens, load_head
+    from jetflow.heads.eagle_head import EagleHead
+    from jetflow.trees.expanders import Chain, FanoutBestFirst
+
+    wanted = [name for name in args.methods if name in HEAD_METHODS]
+    if args.head is None:
+        raise ValueError(f"--methods {', '.join(wanted)} need --head")
+    found: dict[str, Drafter] = {}
+    for folder, name in zip(args.head, _head_names(args), strict=True):
+        end = f":{name}" if len(args.head) > 1 else ""
+        vocabulary = load_frequent_tokens(folder, args.frequent_tokens) if args.frequent_tokens else None
+        head = load_head(folder, dtype=target.dtype, device=args.device)
+        best = head_drafter(head, target, vocabulary=vocabulary, passes=args.passes)
+        if isinstance(head, EagleHead):
+            found[f"eagle{end}"] = best
+            continue
+        found[f"head{end}"] = best
+        for method, expander in (("head-chain", Chain()), ("head-fanout", FanoutBestFirst(PUBLISHED_WIDTH))):
+            if method in args.methods:
+                found[f"{method}{end}"] = head_drafter(head, target, expander, vocabulary=vocabulary, passes=args.passes)
+        # Methods take turns, and a drafter forgets at the start of each text, so that one serves both.
+        found[f"merged{end}"] = MergedDrafter([best, PromptLookupDrafter()], [0.7, 0.3])
+    kinds = {name.split(":")[0] for name in found}
+    missing = [name for name in wanted if name not in kinds]
+    if missing:
+        kind = "an EAGLE-3 head" if missing[0] == "eagle" else "a JetFlow or DFlash head"
+        raise ValueError(f"--methods {missing[0]} needs {kind} among --head {' '.join(args.head)}")
+    return found
+
+
+def _head_names(args: argparse.Namespace) -> list[str]:
+    names = [Path(one).name for one in args.head or ()]
+    if len(set(names)) < len(names) or (len(names) > 1 and any(set(":@") & set(name) for name in names)):
+        raise ValueError(f"several --head need folders of different names without ':' and '@', got {', '.join(names)}")
+    return names
+
+
+def _simulated(args: argparse.Namespace, target: Target) -> dict[str, Method]:
+    """Simulated methods, as simulated:RATE@BUDGET; the head they cost has the sizes of `--head` where there is one."""
+    from jetflow.benchmark.simulated import SimulatedDrafter, SimulatedMethod, TrueText, simulated_config
+    from jetflow.decoding import SpeculativeDecoder
+    from jetflow.heads.checkpoint import load_config
+
+    if args.temperature:
+        raise ValueError(f"--methods simulated needs --temperature 0, got {args.temperature}")
+    if args.frequent_tokens:
+        raise ValueError("--methods simulated drafts from the whole vocabulary; leave out --frequent-tokens")
+    if args.head and len(args.head) > 1:
+        raise ValueError(f"--methods simulated takes the sizes of one --head, got {len(args.head)}")
+    config = load_config(args.head[0]) if args.head else simulated_config(target)
+    truth = TrueText(target)
+    found: dict[str, Method] = {}
+    for rate in args.acceptance:
+        drafter = SimulatedDrafter(target, config, truth, rate, args.seed)
+        for budget in args.budgets:
+            decoder = SpeculativeDecoder(target, drafter, budget=budget)
+            found[f"simulated:{rate:g}@{budget}"] = SimulatedMethod(decoder, truth)
     return found
 
 

@@ -61,6 +61,11 @@ def load_head(
     return head.to(device or "cpu").eval()
 
 
+def load_config(name_or_path: str | Path) -> DraftHeadConfig:
+    """Reads the config of a draft head alone, from a local folder or from the hub; raises as `load_head` does."""
+    return read_config(json.loads((head_folder(str(name_or_path)) / "config.json").read_text()))
+
+
 def save_head(head: BlockDraftHead | EagleHead, directory: str | Path) -> None:
     """Writes `config.json` and `model.safetensors`; nothing of the target is in them.
 
