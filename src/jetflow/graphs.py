@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -67,7 +68,9 @@ class GraphSettings:
             raise ValueError(f"buckets must be rising numbers in [1, {MAX_NODES}], got {sizes}")
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ValueError where steps cannot be recorded on `device`."""
+        """Raises ValueError where steps cannot be recorded on `device`, or the kernels that they need are missing."""
+        if find_spec("triton") is None:
+            raise ValueError("graphs need the triton package: pip install 'jetflow[triton]'")
         if self.capture is capture_cuda and device.type != "cuda":
             raise ValueError(f"graphs need a CUDA device, got {device}")
 
