@@ -81,7 +81,10 @@ def law_behind(head, target, row, path):
     drafter = behind_prompt(head, target, [row])
     size = len(path)
     states = head.draft(target.embed(torch.tensor([path])), drafter._cache, torch.ones(size, size, dtype=torch.bool).tril())
-    return target.lm_head(states[0, -1]).log_softmax(-1)
+    state = states[0, -1]
+    if head.config.corrects_filled:
+        state = head.correction(state[None], target.embed(torch.tensor([path[-1]])))[0]
+    return target.lm_head(state).log_softmax(-1)
 
 
 @torch.no_grad()

@@ -93,15 +93,20 @@ def test_slots_that_hold_a_token_predict_the_next_one():
     assert found == [[1, 2, 3, 4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 3, 4]]
 
 
-def test_filled_slots_and_marginal_blocks_are_not_corrected(target):
+@pytest.mark.parametrize("filled", [False, True], ids=["plain", "corrected"])
+def test_which_slots_are_corrected_and_by_what(target, filled):
     token_ids, visible = make_batch().token_ids, torch.tensor([0, 2, 0, 5, 0, 0])
-    given = {"block_size": BLOCK, "marginal_share": 0.5}
+    given = {"block_size": BLOCK, "marginal_share": 0.5, "correct_filled": filled}
     embeds = previous_embeds(target, token_ids, ANCHORS, visible, **given).unflatten(1, (6, BLOCK))
     corrected = [(embeds[0, block] != 0).any(-1).long().tolist() for block in range(6)]
     everywhere = [0, 1, 1, 1, 1, 1]
     # Of the masked blocks, every second goes without.
-    assert corrected == [everywhere, [0, 0, 0, 1, 1, 1], [0] * 6, [0] * 6, everywhere, [0] * 6]
+    by_prefix = ([1] * 6, [1] * 6) if filled else ([0, 0, 0, 1, 1, 1], [0] * 6)
+    assert corrected == [everywhere, by_prefix[0], [0] * 6, by_prefix[1], everywhere, [0] * 6]
+    # A masked slot by the token before its own, a filled one by its own.
     torch.testing.assert_close(embeds[1, 1, 3], target.embed(token_ids[1, 5 + 2]))
+    if filled:
+        torch.testing.assert_close(embeds[1, 1, 2], target.embed(token_ids[1, 5 + 2]))
 
 
 @pytest.mark.parametrize("correction", [None, "gated", "recurrent"])
@@ -112,7 +117,7 @@ def test_loss_is_that_of_the_predicting_slots(target, correction):
     assert (visible > 0).any()
     assert (visible[visible > 0] < BLOCK - 1).any()
     if correction is not None:
-        given = {"block_size": BLOCK, "marginal_share": 0.5}
+        given = {"block_size": BLOCK, "marginal_share": 0.5, "correct_filled": correction == "gated"}
         embeds = previous_embeds(target, batch.token_ids, ANCHORS, visible, **given)
         hidden = head.correction(hidden, embeds.unflatten(1, (-1, BLOCK)))
     weights = exponential_position_weights(BLOCK, 3.0).tolist()

@@ -41,7 +41,7 @@ class ConditionalLaws:
         """
         correction = self._correction
         # The law of level 1 is known before the candidates are, so that it is corrected whole.
-        logits[:, 0] = self._first(states[:, 0], logits[:, 0], root_tokens)
+        logits[:, 0] = self.corrected(states[:, 0], logits[:, 0], root_tokens)
         if correction.recurrent:
             return self._recurrent(states, MarginalSource.from_logits(logits, width, token_ids=self._token_ids))
 
@@ -53,17 +53,18 @@ class ConditionalLaws:
             logits, width, additions, token_ids=self._token_ids, num_corrected=correction.num_candidates
         )
 
-    def _first(self, states: Tensor, logits: Tensor, root_tokens: Tensor) -> Tensor:
-        """Corrects the logits [B, V] of level 1 by the roots."""
-        mixed, _ = self._correction.mix(self._read[root_tokens], states)
+    @torch.no_grad()
+    def corrected(self, states: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Returns whole logits [..., V] of states [..., H], corrected by the tokens before, int64 [...]."""
+        mixed, _ = self._correction.mix(self._read[tokens], states)
         count = self._correction.num_candidates
         if count is None:
             write = self._write if self._token_ids is None else self._write[self._token_ids]
             return logits + mixed @ write.mT
         best = likeliest_tokens(logits.float(), min(count, logits.shape[-1]))
         plain = logits.float().gather(-1, best)
-        tokens = best if self._token_ids is None else self._token_ids[best]
-        scores = plain + (self._write[tokens] @ mixed[:, :, None])[..., 0].float()
+        candidates = best if self._token_ids is None else self._token_ids[best]
+        scores = plain + (self._write[candidates] @ mixed[..., None])[..., 0].float()
         # Among themselves: they keep the mass that they have together.
         corrected = scores.log_softmax(-1) + plain.logsumexp(-1, keepdim=True)
         return logits.scatter(-1, best, corrected.to(logits.dtype))

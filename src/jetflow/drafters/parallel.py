@@ -154,8 +154,11 @@ class ParallelDrafter:
         for _ in range(self._passes - 1):
             tree = BestFirst()(context.root_tokens, source, self._refine_nodes or budget)
             context.mark("draft")
-            logits = self._words.logits(self._read(tree))
+            states = self._read(tree)
+            logits = self._words.logits(states)
             context.mark("build")
+            if self._laws is not None and self._head.config.corrects_filled:
+                logits = self._laws.corrected(states, logits, tree.tokens)
             laws = MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
             source = RefinedSource(tree, (laws.tokens, laws.log_probs), source)
         return source

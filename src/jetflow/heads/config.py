@@ -97,6 +97,11 @@ class DraftHeadConfig:
         return self.block_size if self.published.sample_from_anchor else self.block_size - 1
 
     @property
+    def corrects_filled(self) -> bool:
+        """Whether a slot that holds a token is corrected by it, as the correction reads the token before alone."""
+        return self.correction is not None and self.correction != "recurrent"
+
+    @property
     def is_plain(self) -> bool:
         """Whether the head is one that training makes: a backbone with a factored correction or none."""
         return self.correction not in PUBLISHED_CORRECTIONS and self.published == PublishedParts()

@@ -75,19 +75,27 @@ def predicting_slots(blocks: Tensor, depths: Tensor, visible: Tensor) -> Tensor:
 
 @torch.no_grad()
 def previous_embeds(
-    target: Target, token_ids: Tensor, anchors: Tensor, visible: Tensor, *, block_size: int, marginal_share: float
+    target: Target,
+    token_ids: Tensor,
+    anchors: Tensor,
+    visible: Tensor,
+    *,
+    block_size: int,
+    marginal_share: float,
+    correct_filled: bool,
 ) -> Tensor:
-    """Embeddings [B, A * T, H] of the true token before each slot's, which a correction reads.
+    """Embeddings [B, A * T, H] of the true token before the one that each slot predicts, which a correction reads.
 
-    Rows of zeros, which leave a slot uncorrected, stand in the anchor's slot, in filled slots, which read their token
-    themselves, and in all slots of a share of the masked blocks.
+    That is a filled slot's own token. Rows of zeros, which leave a slot uncorrected, stand in the anchor's slot of masked
+    blocks, in all slots of a share of the masked blocks, and in filled slots unless `correct_filled`.
     """
     slots = torch.arange(block_size, device=anchors.device)
-    embeds = target.embed(_tokens_at(token_ids, anchors.unsqueeze(-1) + slots - 1).flatten(1))
     masked = visible == 0
+    filled = (slots <= visible[:, None]) & ~masked[:, None]
+    embeds = target.embed(_tokens_at(token_ids, anchors.unsqueeze(-1) + slots - 1 + filled.long()).flatten(1))
     # Spread evenly over the anchors, which are drawn at random, whatever the number of rows that run together.
     marginal = masked & evenly_spread(masked.cumsum(0), marginal_share)
-    known = (slots > visible[:, None]) & ~marginal[:, None]
+    known = ((slots > visible[:, None]) & ~marginal[:, None]) | (filled & correct_filled)
     return embeds * known.flatten()[:, None]
 
 

@@ -265,7 +265,10 @@ def _run_head(
     path: dict[str, Tensor] = {}
     if head.config.correction is not None:
         share = settings.marginal_share
-        embeds = previous_embeds(target, batch.token_ids, anchors, visible, block_size=block_size, marginal_share=share)
+        embeds = previous_embeds(
+            target, batch.token_ids, anchors, visible,
+            block_size=block_size, marginal_share=share, correct_filled=head.config.corrects_filled,
+        )  # fmt: skip
         path["previous_embeds"] = embeds.to(dtype)
     hidden = head(block_embeds.to(dtype), features.to(dtype), positions, mask, **path)
     return hidden.unflatten(1, (-1, block_size))
