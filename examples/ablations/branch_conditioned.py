@@ -1,6 +1,6 @@
 """Question: what is it worth that the score of a node knows the path before it, and how near does it come to the oracle?
 
-Command:  python examples/ablations/branch_conditioned.py --steps 500        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/branch_conditioned.py        (--smoke: seconds, toy sizes)
 Run time: about 40 minutes on two CPU cores, most of it training 21 heads; heads that exist are not trained again.
 Expected: at least 20 % more tau by a correction at budgets 16 to 64, more by a second pass, most by both. There is nothing in
 the JetFlow paper to compare with: its heads draft one law per depth. The oracle drafts with the target's own laws.

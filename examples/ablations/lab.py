@@ -32,7 +32,7 @@ from tiny_corpus import documents  # noqa: E402
 from tiny_loop import Row, orders, pad, train  # noqa: E402
 
 from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor  # noqa: E402
-from jetflow.benchmark.replay import Text, replay  # noqa: E402
+from jetflow.benchmark.replay import Text, replay, text_features  # noqa: E402
 from jetflow.drafters.parallel import ParallelDrafter  # noqa: E402
 from jetflow.heads.block_draft_head import BlockDraftHead  # noqa: E402
 from jetflow.heads.checkpoint import load_head, save_head  # noqa: E402
@@ -166,8 +166,9 @@ class Lab:
         cells = []
         for temperature in variant.temperatures:
             texts = self.texts(temperature)
+            given = {"max_new_tokens": self.max_new_tokens, "features": text_features(drafter, self.target, texts)}
             for budget in variant.budgets:
-                kept = replay(drafter, self.target, texts, budget, max_new_tokens=self.max_new_tokens)
+                kept = replay(drafter, self.target, texts, budget, **given)
                 sums, counts = [sum(one) for one in kept], [len(one) for one in kept]
                 cells.append(Cell(variant.name, seed, budget, temperature, sums, counts))
         return cells

@@ -28,9 +28,20 @@ class Text(NamedTuple):
     num_prompt_tokens: int
 
 
+# Rows are dropped when so large a share of them has ended: the others' context is then shown to the drafter again.
+ENDED_SHARE = 0.3
+
+
 @torch.no_grad()
 def replay(
-    drafter: Any, target: Target, texts: Sequence[Text], budget: int, *, max_new_tokens: int, seed: int = 0
+    drafter: Any,
+    target: Target,
+    texts: Sequence[Text],
+    budget: int,
+    *,
+    max_new_tokens: int,
+    features: Tensor | None = None,
+    seed: int = 0,
 ) -> list[list[int]]:
     """Returns the kept tokens of each round of each text, as decoding with a match rule would have them.
 
@@ -40,6 +51,7 @@ def replay(
         texts: prompts with the answers that the target wrote, their end tokens included.
         budget: most nodes of a tree, root included.
         max_new_tokens: the limit under which the answers were written; trees do not go beyond it.
+        features: float [B, S, k * H], what `text_features` gives, for texts that are replayed often.
         seed: of the generator that drafters with drawn children use.
 
     Raises:
@@ -49,32 +61,46 @@ def replay(
         raise ValueError("texts must hold at least one text, each with a prompt and an answer")
     if budget < 2:
         raise ValueError(f"budget must be at least 2 (the root and one draft), got {budget}")
-    device, rows = target.device, torch.arange(len(texts), device=target.device)
-    token_ids = pad_sequence([torch.tensor(one.token_ids) for one in texts], batch_first=True).to(device)
+    device, token_ids = target.device, _padded(texts, target)
     lengths = torch.tensor([len(one.token_ids) for one in texts], device=device)
     prompts = torch.tensor([one.num_prompt_tokens for one in texts], device=device)
-    features = target.features(token_ids, getattr(drafter, "taps", ()))[0]
+    if features is None:
+        features = text_features(drafter, target, texts)
     generator = torch.Generator(device=device).manual_seed(seed)
     kept: list[list[int]] = [[] for _ in texts]
     # The first token of an answer comes from prefill and belongs to no round. A root stands at the last committed token.
-    roots, done = prompts.clone(), torch.zeros_like(prompts)
-    drafter.reset(len(texts))
-    while bool((roots < lengths - 1).any()):
-        _observe(drafter, token_ids, features, done, roots)
-        done = roots
-        left = int((max_new_tokens - 1 - (roots - prompts))[roots < lengths - 1].max())
-        histories = [ids[: root + 1] for ids, root in zip(token_ids.tolist(), roots.tolist(), strict=True)]
-        context = DraftContext(token_ids[rows, roots], roots, histories, max_depth=left - 1, generator=generator)
+    roots, rows, shown = prompts.clone(), torch.arange(len(texts), device=device), None
+    while bool((going := roots < lengths - 1).any()):
+        if shown is None or going[rows].float().mean() <= 1 - ENDED_SHARE:
+            rows = going.nonzero()[:, 0]
+            drafter.reset(len(rows))
+            shown = torch.zeros_like(rows)
+        here, ids = roots[rows], token_ids[rows]
+        _observe(drafter, ids, features[rows], shown, here)
+        shown = here
+        left = int((max_new_tokens - 1 - (here - prompts[rows]))[going[rows]].max())
+        histories = [one[: root + 1] for one, root in zip(ids.tolist(), here.tolist(), strict=True)]
+        context = DraftContext(token_ids[rows, here], here, histories, max_depth=left - 1, generator=generator)
         tree = drafter.propose(context, budget)
-        places = roots[:, None] + tree.depths + 1
-        chosen = torch.where(places < lengths[:, None], token_ids.gather(1, places.clamp(max=token_ids.shape[1] - 1)), -1)
+        places = here[:, None] + tree.depths + 1
+        chosen = torch.where(places < lengths[rows, None], ids.gather(1, places.clamp(max=ids.shape[1] - 1)), -1)
         accepted = accept_walk_reference(tree.tokens, tree.parents, tree.num_nodes, chosen, int(tree.depths.max()))[1]
-        steps = torch.minimum(accepted + 1, lengths - 1 - roots)
-        for row, count in enumerate(steps.tolist()):
+        steps = torch.minimum(accepted + 1, lengths[rows] - 1 - here)
+        for row, count in zip(rows.tolist(), steps.tolist(), strict=True):
             if count:
                 kept[row].append(count)
-        roots = roots + steps
+        roots[rows] = here + steps
     return kept
+
+
+@torch.no_grad()
+def text_features(drafter: Any, target: Target, texts: Sequence[Text]) -> Tensor:
+    """Returns the target's states that a drafter reads, float [B, S, k * H], rows padded at their end."""
+    return target.features(_padded(texts, target), getattr(drafter, "taps", ()))[0]
+
+
+def _padded(texts: Sequence[Text], target: Target) -> Tensor:
+    return pad_sequence([torch.tensor(one.token_ids) for one in texts], batch_first=True).to(target.device)
 
 
 def _observe(drafter: Any, token_ids: Tensor, features: Tensor, done: Tensor, roots: Tensor) -> None:
