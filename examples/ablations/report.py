@@ -134,7 +134,7 @@ def write(
     settings = {key: value for key, value in asdict(lab).items() if key not in ("work", "target_name")}
     report = {
         "command": " ".join([f"python examples/ablations/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "target": Path(args.target).resolve().relative_to(ROOT).as_posix() if args.prompts is None else args.target,
+        "target": Path(args.target).relative_to(ROOT).as_posix() if Path(args.target).is_relative_to(ROOT) else args.target,
         "settings": settings | {"seeds": args.seeds},
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
