@@ -29,6 +29,7 @@ bench: bench-tiny
 
 bench-tiny: .venv/.base
 	$(BIN)/python -m bench.tiny
+	$(BIN)/python -m bench.tiny_methods
 
 .venv/.base: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -2,10 +2,10 @@
 
     python -m bench.tiny [--write-readme]        (make bench-tiny)
 
-Greedy, float32, all held-out prompts of models/tiny, three repeats; the methods take turns on every prompt in one
+Greedy, float32, all held-out prompts of models/tiny; the methods take turns on every prompt in one
 process, and the speedup is the median over prompts of the ratio to our own autoregressive decoding. Writes
 results/tiny.json and prints the table; with --write-readme the table in README.md is replaced. Unequal texts are an error.
-About 4 minutes on 2 CPU cores. Expected: tau above 7 at budget 16 and above 8 at budget 64, and at least 2x at the best.
+About 2 minutes on 2 CPU cores. Expected: tau above 7 at budget 16 and above 8 at budget 64, and at least 2x at the best.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--num-prompts", type=int)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args()
     target, decoders = tiny_decoders(MODELS, BUDGETS)

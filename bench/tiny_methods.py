@@ -1,11 +1,11 @@
 """Question: which method drafts best for the tiny target when all of them are trained alike, and which is fastest?
 
-    python -m bench.tiny_methods [--seeds 3] [--steps 300]        (part of make bench-tiny)
+    python -m bench.tiny_methods [--seeds 3] [--steps 300] [--pairwise]        (part of make bench-tiny)
 
 Equal data (the target's own greedy answers), steps, batches and nearly equal parameters; tau over three seeds along the
 target's own texts, with 95 % intervals over seeds and prompts; then the speed of the first seed's heads, methods taking turns
-in one process, texts compared. Writes results/tiny_methods.json. Heads that exist in runs/lab are not trained again; with
-nothing there it takes about 10 minutes on two CPU cores.
+in one process, texts compared. Writes results/tiny_methods.json. --pairwise adds a JetFlow head with a correction. Heads that
+exist in runs/lab are not trained again; with nothing there it takes about 10 minutes on two CPU cores.
 """
 
 import argparse
@@ -47,16 +47,17 @@ VARIANTS = [
     Variant("DFlash-T", DFLASH, BUDGETS),
     Variant("JetFlow", HeadSpec(), BUDGETS),
 ]
+PAIRWISE = Variant("JetFlow, pairwise", HeadSpec(correction="gated"), BUDGETS)
 
 
-def speeds(lab: Lab, num_prompts: int) -> list[dict]:
+def speeds(lab: Lab, variants: list[Variant], num_prompts: int) -> list[dict]:
     """Tokens per second of every method and budget, against plain decoding."""
     lookup = PromptLookupDrafter()
     decoders = {
         "plain": SpeculativeDecoder(lab.target, lookup, budget=1),
         "prompt lookup": SpeculativeDecoder(lab.target, lookup, budget=8),
     }
-    for one in VARIANTS:
+    for one in variants:
         drafter = one.build(lab.head(one.spec, 0), lab.target)
         for budget in one.budgets:
             decoders[f"{one.name}, budget {budget}"] = SpeculativeDecoder(lab.target, drafter, budget=budget)
@@ -80,11 +81,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--pairwise", action="store_true")
     args = parser.parse_args()
     lab = Lab(str(ROOT / "models/tiny/target"), ROOT / "runs" / "lab", steps=args.steps)
-    taus = Taus(lab.run(VARIANTS, range(args.seeds), workers=2))
+    variants = [*VARIANTS, PAIRWISE] if args.pairwise else VARIANTS
+    taus = Taus(lab.run(variants, range(args.seeds), workers=2))
     table = Table(f"tau, {args.seeds} seeds", *map(str, BUDGETS))
-    for one in VARIANTS:
+    for one in variants:
         cells = []
         for budget in BUDGETS:
             if not taus.has(one.name, budget, 0.0):
@@ -95,13 +98,13 @@ def main() -> None:
         table.add_row(one.name, *cells)
     Console(width=140).print(table)
     report = {
-        "command": "python -m bench.tiny_methods",
+        "command": " ".join(["python -m bench.tiny_methods", *sys.argv[1:]]),
         "settings": {"seeds": args.seeds, "steps": args.steps, "num_prompts": args.num_prompts},
-        "parameters": {one.name: sum(p.numel() for p in lab.head(one.spec, 0).parameters()) for one in VARIANTS},
+        "parameters": {one.name: sum(p.numel() for p in lab.head(one.spec, 0).parameters()) for one in variants},
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "tau": figures(taus),
-        "speed": speeds(lab, args.num_prompts),
+        "speed": speeds(lab, variants, args.num_prompts),
     }
     (ROOT / "results" / "tiny_methods.json").write_text(json.dumps(report, indent=1) + "\n")
 
