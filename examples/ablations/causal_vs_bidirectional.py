@@ -23,29 +23,31 @@ def published(head, target):
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, decay_rates=DECAY_RATES)
     lab = make_lab(args)
     variant = partial(Variant, budgets=BUDGETS)
-    variants = [
-        variant(f"{'causal' if causal else 'bidirectional'}, {label}", HeadSpec(causal=causal, decay_rate=rate))
-        for causal in (True, False)
-        for rate, label in zip(DECAY_RATES, ("no decay", *(f"decay {rate:g}" for rate in DECAY_RATES[1:])), strict=True)
-    ]
+    rates = {rate: f"decay {rate:g}" if rate else "no decay" for rate in args.decay_rates}
+    heads = {
+        (causal, rate): variant(f"{name}, {label}", HeadSpec(causal=causal, decay_rate=rate))
+        for causal, name in ((True, "causal"), (False, "bidirectional"))
+        for rate, label in rates.items()
+    }
     fanned = [
-        variant(one.name + ", published expansion", one.spec, build=published) for one in variants if not one.spec.decay_rate
+        variant(one.name + ", published expansion", one.spec, build=published)
+        for one in heads.values()
+        if not one.spec.decay_rate
     ]
-    found = lab.run([*variants, *fanned], range(args.seeds), args.workers)
+    found = lab.run([*heads.values(), *fanned], range(args.seeds), args.workers)
     taus = Taus(found)
     table = show(taus, "tau by budget")
     lines = []
-    for one, other in zip(variants[:4], variants[4:], strict=True):
+    for rate in rates:
         for budget in (16, 128):
-            lines.append(gain_text(taus, one.name, other.name, budget))
-    sure = [rate for rate, one, other in zip(DECAY_RATES, variants[:4], variants[4:], strict=True)
-            if taus.gain(one.name, other.name, 128)[1] > 0]  # fmt: skip
+            lines.append(gain_text(taus, heads[True, rate].name, heads[False, rate].name, budget))
+    sure = [rate for rate in rates if taus.gain(heads[True, rate].name, heads[False, rate].name, 128)[1] > 0]
     lines.append(
         f"Paper's ordering (causal above bidirectional at every decay rate): at budget 128 it is beyond doubt at "
-        f"{len(sure)} of {len(DECAY_RATES)} decay rates here{': ' + ', '.join(f'{rate:g}' for rate in sure) if sure else ''}."
+        f"{len(sure)} of {len(rates)} decay rates here{': ' + ', '.join(f'{rate:g}' for rate in sure) if sure else ''}."
     )
     charts = {"causal_vs_bidirectional": chart(taus, "tau of causal and bidirectional blocks by budget")}
     results = {"figures": figures(taus), "cells": cells(found)}

@@ -301,8 +301,8 @@ def _side_by_side(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]],
         return list(pool.map(function, *zip(*jobs, strict=True)))
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """The options that all ablations have."""
+def arguments(doc: str | None, **lists: tuple[float, ...]) -> argparse.Namespace:
+    """The options that all ablations have, and one for each list of values that is named."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="toy sizes, to see that everything runs")
     parser.add_argument("--target", default=str(ROOT / "models/tiny/target"), help="folder or hub name")
@@ -315,6 +315,8 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="heads that train side by side, one thread each")
     parser.add_argument("--work-dir", type=Path, help="what has been computed; runs/lab when absent")
     parser.add_argument("--out", type=Path, help="folder of the results; results/ablations, or nowhere for --smoke")
+    for name, values in lists.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, nargs="+", default=list(values))
     args = parser.parse_args()
     if (args.prompts is None) != (args.heldout is None):
         parser.error("--prompts and --heldout belong together")
