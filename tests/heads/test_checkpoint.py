@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from test_block_draft_head import CONFIG, make_head
 
 from jetflow import load_head, save_head
-from jetflow.heads.checkpoint import read_config, write_config
+from jetflow.heads.checkpoint import load_config, read_config, write_config
 
 BASE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -103,6 +104,15 @@ def test_a_file_may_leave_open_how_deep_the_target_is():
         ({"draft_vocab_size": 32}, "draft_vocab_size=32 must equal vocab_size=61"),
         ({"nested": {"mask_token_id": 61}}, r"mask_token_id=61 must be in"),
         ({"nested": {"target_layer_ids": [9]}}, "layer 9"),
+        ({"is_causal": True, "jetflow_refinement": True, "sample_from_anchor": True}, "refinement=True needs a plain head"),
+        (
+            {"is_causal": True, "jetflow_refinement": True, "conv_kernel_size": 2, "conv_group_size": 1},
+            "refinement=True needs a plain head",
+        ),
+        (
+            {"markov_rank": 4, "jetflow_correction": {"correction": "gated", "correction_rank": 4}},
+            "two corrections: jetflow_correction=gated, and markov",
+        ),
     ],
 )
 def test_broken_configs_are_refused_by_key(changes, message):
@@ -141,6 +151,12 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
     write(tmp_path, {**tensors, "layers.1.mlp.up_proj.weight": removed[:, :-1].contiguous()})
     with pytest.raises(ValueError, match=r"up_proj.weight' must have shape \[48, 32\] by config.json, got \[48, 31\]"):
         load_head(tmp_path)
+
+
+def test_the_config_of_an_eagle_head_is_none_of_a_block_head():
+    folder = Path(__file__).parents[1] / "data" / "eagle" / "safeai"
+    with pytest.raises(ValueError, match="is an EAGLE-3 head; this needs a JetFlow or DFlash head"):
+        load_config(folder)
 
 
 def test_sharded_checkpoints_load(tmp_path):

@@ -62,8 +62,16 @@ def load_head(
 
 
 def load_config(name_or_path: str | Path) -> DraftHeadConfig:
-    """Reads the config of a draft head alone, from a local folder or from the hub; raises as `load_head` does."""
-    return read_config(json.loads((head_folder(str(name_or_path)) / "config.json").read_text()))
+    """Reads the config of a block draft head alone, from a local folder or from the hub.
+
+    Raises:
+        ValueError: as `load_head`, or it is that of an EAGLE-3 head.
+        OSError: nothing is found under the name.
+    """
+    raw = json.loads((head_folder(str(name_or_path)) / "config.json").read_text())
+    if is_eagle_config(raw):
+        raise ValueError(f"{name_or_path} is an EAGLE-3 head; this needs a JetFlow or DFlash head")
+    return read_config(raw)
 
 
 def save_head(head: BlockDraftHead | EagleHead, directory: str | Path) -> None:
@@ -153,8 +161,7 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
         attention_bias=sizes.get("attention_bias", False),
         refinement=raw.get("jetflow_refinement", False),
-        **published_settings(raw, nested),
-        **(raw.get("jetflow_correction") or {}),
+        **_corrections(raw, nested),
     )
 
 
@@ -206,6 +213,16 @@ def _own_settings(config: DraftHeadConfig) -> dict[str, Any]:
     if config.correction is not None:
         own["jetflow_correction"] = {"correction": config.correction, "correction_rank": config.correction_rank}
     return own
+
+
+def _corrections(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that tell of published parts, and of a correction, which is either our own or a published one."""
+    published, own = published_settings(raw, nested), raw.get("jetflow_correction") or {}
+    if own and "correction" in published:
+        raise ValueError(
+            f"config.json names two corrections: jetflow_correction={own.get('correction')}, and {published['correction']}"
+        )
+    return {**published, **own}
 
 
 def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:

@@ -137,6 +137,9 @@ class DraftHeadConfig:
 
     def _check_published(self) -> None:
         parts = self.published
+        # Convolutions run along a block's slots, not along the paths of a tree; the others are not trained with it.
+        if self.refinement and not self.is_plain:
+            raise ValueError(f"refinement=True needs a plain head, got correction={self.correction!r} and {parts}")
         if (self.correction == "selector") != (parts.selector_candidates is not None):
             raise ValueError(
                 f"selector_candidates={parts.selector_candidates} belongs to correction='selector', got {self.correction!r}"
