@@ -225,6 +225,13 @@ def test_unknown_parts_are_named(tmp_path, answers, capsys, changes, message):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_passes_that_the_head_cannot_take_are_refused_before_training(tmp_path, answers, capsys):
+    recipe = write_recipe(tmp_path, answers, RECIPE.replace("per_file = 2", "per_file = 2\npasses = 2"))
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert "[evaluation] passes=2 needs [head] refinement = true" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_mask_token_must_exist(tmp_path, answers, capsys):
     text = RECIPE.replace("num_layers = 1", "num_layers = 1\nmask_token = '<nothing>'")
     assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
@@ -363,10 +370,15 @@ def test_an_eagle_head_is_trained_published_and_decodes(tmp_path, answers, capsy
         (EAGLE, "causal = false", r"\[head\] causal has no meaning for a head of kind eagle3"),
         (RECIPE, "fc_norm = true", r"\[head\] fc_norm has no meaning for a head of kind block"),
         (RECIPE, "kind = 'eagle2'", "kind must be block or eagle3, got 'eagle2'"),
+        (EAGLE, "[evaluation]\npasses = 2", r"\[evaluation\] passes=2 must be 1 for a head of kind eagle3"),
+        (RECIPE, "[evaluation]\npasses = 0", r"\[evaluation\] passes must be at least 1, got 0"),
     ],
 )
 def test_keys_of_the_other_kind_of_head_are_refused(tmp_path, text, new, message):
     path = tmp_path / "recipe.toml"
-    path.write_text(text.replace("[loss]", f"{new}\n\n[loss]"))
+    if new.startswith("[evaluation]"):
+        path.write_text(text.replace("[evaluation]", new))
+    else:
+        path.write_text(text.replace("[loss]", f"{new}\n\n[loss]"))
     with pytest.raises(ValueError, match=message):
         read_recipe(path)

@@ -220,6 +220,13 @@ def _check_kind(recipe: Recipe, path: Path) -> None:
     kind = recipe.head.kind
     if kind not in ("block", "eagle3"):
         raise ValueError(f"{path}: [head] kind must be block or eagle3, got {kind!r}")
+    passes = recipe.evaluation.passes
+    if passes < 1:
+        raise ValueError(f"{path}: [evaluation] passes must be at least 1, got {passes}")
+    if kind == "eagle3" and passes != 1:
+        raise ValueError(
+            f"{path}: [evaluation] passes={passes} must be 1 for a head of kind eagle3, which steps once per level"
+        )
     for name in EAGLE_KEYS if kind == "block" else BLOCK_KEYS:
         section, key = name.split(".")
         if getattr(getattr(recipe, section), key) is not None:

@@ -159,8 +159,11 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
     if recipe.optimizer == "muon" and recipe.train.shard_head:
         raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
     eagle = recipe.head.kind == "eagle3"
+    head = _eagle_head(recipe, target, rows) if eagle else _head(recipe, target)
+    if recipe.evaluation.passes > 1 and not getattr(head.config, "refinement", False):
+        raise ValueError(f"[evaluation] passes={recipe.evaluation.passes} needs [head] refinement = true")
     return Trainer(
-        _eagle_head(recipe, target, rows) if eagle else _head(recipe, target), target, rows, folder=out, settings=recipe.train,
+        head, target, rows, folder=out, settings=recipe.train,
         step_settings=unroll_settings(recipe.loss) if eagle else step_settings(recipe.loss, target, rows),
         make_optimizers=partial(known[recipe.optimizer], weight_decay=recipe.weight_decay),
         accelerator=accelerator,
