@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from jetflow.benchmark.datasets import read_dataset
 from jetflow.benchmark.plots import published
@@ -86,6 +87,7 @@ def test_several_heads_are_told_apart(data, results, tmp_path, capsys):
     assert bench(data[:1], out, *heads, "--max-new-tokens", "4") == 0
     settings, _ = read_results([out])
     assert settings["head"] == "head, other"
+    assert settings["head_fingerprints"]["head"] == settings["head_fingerprints"]["other"]
     assert settings["methods"] == ["plain", "head:head@4", "head:other@4", "head-chain:head@4", "head-chain:other@4"]
     same = ["--head", str(chain), str(chain)]
     assert bench(data[:1], tmp_path / "x.jsonl", *same) == 2
@@ -94,8 +96,40 @@ def test_several_heads_are_told_apart(data, results, tmp_path, capsys):
     def other_head(lines):
         lines[0]["settings"]["head"] = "other"
 
-    with pytest.raises(ValueError, match="both hold head@4, but of different heads"):
-        read_results([results, damaged(results, tmp_path / "other.jsonl", other_head)])
+    def trained_on(lines):
+        lines[0]["settings"]["head_fingerprints"] = {"head": "0" * 16}
+
+    for change in (other_head, trained_on):
+        with pytest.raises(ValueError, match="both hold head@4, but of different heads"):
+            read_results([results, damaged(results, tmp_path / "other.jsonl", change)])
+
+
+def test_a_run_does_not_go_on_with_other_weights_under_the_same_name(data, tmp_path, capsys):
+    folder, out = tmp_path / "head", tmp_path / "run.jsonl"
+    shutil.copytree(TINY / "head", folder)
+    short = ["--head", str(folder), "--methods", "plain", "head", "--budgets", "4", "--max-new-tokens", "2"]
+    assert bench(data[:1], out, *short) == 0
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert bench(data[:1], out, *short) == 2
+    assert "was written with head_fingerprints=" in capsys.readouterr().err
+
+
+def test_options_that_no_method_reads_are_refused(data, tmp_path, capsys):
+    out = tmp_path / "run.jsonl"
+    assert bench(data[:1], out, "--methods", "plain", "lookup", "--passes", "2") == 2
+    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
+    assert bench(data[:1], out, "--methods", "plain", "lookup", "--frequent-tokens", "8") == 2
+    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
+    simulated = ["--methods", "plain", "simulated", "--acceptance", "0.5"]
+    assert bench(data[:1], out, *simulated, "--passes", "2") == 2
+    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
+    eagle = str(Path(__file__).parents[1] / "data" / "eagle" / "safeai")
+    assert bench(data[:1], out, *simulated, "--head", eagle) == 2
+    assert "is an EAGLE-3 head; this needs a JetFlow or DFlash head" in capsys.readouterr().err
+    assert bench(data[:1], out, "--methods", "plain", "eagle", "--head", eagle, "--frequent-tokens", "8") == 2
+    assert "--frequent-tokens is for JetFlow and DFlash heads" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_simulated_acceptance_is_marked_and_stands_alone(data, results, tmp_path, capsys):

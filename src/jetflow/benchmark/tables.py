@@ -71,7 +71,7 @@ def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, 
                 raise ValueError(f"{path} has {name}={other.get(name)}, but {paths[0]} has {settings.get(name)}")
         for name in other["methods"]:
             drafts = name in methods and name != BASELINE
-            if drafts and any(settings.get(one) != other.get(one) for one in ("head", "draft")):
+            if drafts and any(settings.get(one) != other.get(one) for one in ("head", "head_fingerprints", "draft")):
                 raise ValueError(f"{path} and {paths[0]} both hold {name}, but of different heads or draft models")
         methods += [name for name in other["methods"] if name not in methods]
         records += [one for one in more if one["method"] not in settings["methods"]]

@@ -102,6 +102,7 @@ def _measure(args: argparse.Namespace) -> None:
     from jetflow.benchmark.datasets import read_dataset
     from jetflow.benchmark.runner import run_benchmark
     from jetflow.benchmark.tables import refuse_mixture
+    from jetflow.heads.files import weights_sha256
     from jetflow.targets import Target
     from jetflow.training.regenerate import target_fingerprint
 
@@ -114,6 +115,11 @@ def _measure(args: argparse.Namespace) -> None:
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
     if target.tokenizer is None:
         raise ValueError(f"--target {args.target} has no tokenizer files, which text prompts need")
+    if (args.passes != 1 or args.frequent_tokens is not None) and not set(HEAD_METHODS) & set(args.methods):
+        raise ValueError(
+            f"--passes and --frequent-tokens belong to the methods of a head ({', '.join(HEAD_METHODS)}), got --methods "
+            f"{' '.join(args.methods)}"
+        )
     methods = _methods(args, target)
     refuse_mixture(methods)
     datasets = [
@@ -124,6 +130,9 @@ def _measure(args: argparse.Namespace) -> None:
         "target": Path(args.target).name,
         "fingerprint": target_fingerprint(target),
         "head": ", ".join(_head_names(args)) or None,
+        "head_fingerprints": {
+            name: weights_sha256(folder) for name, folder in zip(_head_names(args), args.head or (), strict=True)
+        },
         "draft": Path(args.draft).name if args.draft else None,
         "methods": list(methods),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -204,8 +213,12 @@ def _head_drafters(args: argparse.Namespace, target: Target) -> dict[str, Drafte
     found: dict[str, Drafter] = {}
     for folder, name in zip(args.head, _head_names(args), strict=True):
         end = f":{name}" if len(args.head) > 1 else ""
-        vocabulary = load_frequent_tokens(folder, args.frequent_tokens) if args.frequent_tokens else None
         head = load_head(folder, dtype=target.dtype, device=args.device)
+        if isinstance(head, EagleHead) and args.frequent_tokens is not None:
+            raise ValueError(
+                f"--frequent-tokens is for JetFlow and DFlash heads; {folder} is an EAGLE-3 head, which has its own"
+            )
+        vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(folder, args.frequent_tokens)
         best = head_drafter(head, target, vocabulary=vocabulary, passes=args.passes)
         if isinstance(head, EagleHead):
             found[f"eagle{end}"] = best
@@ -239,8 +252,6 @@ def _simulated(args: argparse.Namespace, target: Target) -> dict[str, Method]:
 
     if args.temperature:
         raise ValueError(f"--methods simulated needs --temperature 0, got {args.temperature}")
-    if args.frequent_tokens:
-        raise ValueError("--methods simulated drafts from the whole vocabulary; leave out --frequent-tokens")
     if args.head and len(args.head) > 1:
         raise ValueError(f"--methods simulated takes the sizes of one --head, got {len(args.head)}")
     config = load_config(args.head[0]) if args.head else simulated_config(target)

@@ -5,6 +5,7 @@ Read are `config.json` and weights as safetensors, in one file or several, or el
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,18 +45,36 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     from safetensors.torch import load_file
 
-    if (folder / INDEX).exists():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    elif (folder / WEIGHTS).exists():
-        files = [WEIGHTS]
-    elif (folder / PICKLE).exists():
-        return torch.load(folder / PICKLE, map_location="cpu", weights_only=True)
-    else:
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX} nor {PICKLE}")
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors.update(load_file(folder / file))
+    for file in _weight_files(folder):
+        pickled = file.name == PICKLE
+        tensors.update(torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file))
     return tensors
+
+
+def weights_sha256(name_or_path: str) -> str:
+    """Names a head by its weights: 16 hex digits over the bytes of their files, a correction's included.
+
+    Raises:
+        OSError: nothing is found under the name.
+    """
+    folder, digest = head_folder(name_or_path), hashlib.sha256()
+    parts = [folder, folder / CORRECTION] if (folder / CORRECTION).is_dir() else [folder]
+    for file in [file for part in parts for file in _weight_files(part)]:
+        with file.open("rb") as content:
+            while block := content.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+        names = [name for name in (WEIGHTS, PICKLE) if (folder / name).exists()][:1]
+    if not names:
+        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX} nor {PICKLE}")
+    return [folder / name for name in names]
 
 
 def read_rope(sizes: Mapping[str, Any]) -> dict[str, Any]:
