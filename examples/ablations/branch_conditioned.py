@@ -18,8 +18,8 @@ from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.trees.expanders import BestFirst
 
 BUDGETS, TEMPERATURES = (8, 16, 32, 64, 128, 256), (0.0, 1.0)
-ORACLE, ORACLE_BUDGETS, ORACLE_TEXTS = "oracle (the target drafts)", (8, 16, 64), 16
-MARGINAL, PAIRWISE, BOTH = "marginal", "pairwise", "pairwise, two passes"
+ORACLE, ORACLE_BUDGETS, ORACLE_TEXTS = "oracle (the target drafts)", (16,), 16
+MARGINAL, PAIRWISE, BOTH, THREE = "marginal", "pairwise", "pairwise, two passes", "pairwise, three passes"
 
 
 def passes(head, target, count):
@@ -30,13 +30,13 @@ def eagle(head, target, depth):
     return EagleDrafter(head, target, depth=depth)
 
 
-def oracle(lab: Lab, seeds: int) -> list[Cell]:
+def oracle(lab: Lab, seeds: int, temperatures: tuple[float, ...]) -> list[Cell]:
     """The target as its own drafter, on some of the texts; the others count nothing."""
     drafter = DraftModelDrafter(lab.target, lab.target, BestFirst(), depth=lab.block_size - 1, width=8)
     found = []
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         texts = lab.texts(temperature)
-        for budget in ORACLE_BUDGETS[:1] if seeds == 1 else ORACLE_BUDGETS:
+        for budget in ORACLE_BUDGETS:
             kept = [replay(drafter, lab.target, [text], budget, max_new_tokens=lab.max_new_tokens)[0]
                     for text in texts[:: max(1, len(texts) // ORACLE_TEXTS)]]  # fmt: skip
             sums, counts = [0] * len(texts), [0] * len(texts)
@@ -47,9 +47,10 @@ def oracle(lab: Lab, seeds: int) -> list[Cell]:
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, budgets=BUDGETS, temperatures=TEMPERATURES)
     lab = make_lab(args)
-    variant = partial(Variant, budgets=BUDGETS, temperatures=TEMPERATURES)
+    budgets, temperatures = tuple(map(int, args.budgets)), tuple(args.temperatures)
+    variant = partial(Variant, budgets=budgets, temperatures=temperatures)
     refined, both = HeadSpec(refinement=True), HeadSpec(correction="gated", refinement=True)
     variants = [
         variant(MARGINAL, HeadSpec()),
@@ -59,19 +60,20 @@ def main() -> None:
         variant("marginal, two passes", refined, build=partial(passes, count=2)),
         variant("pairwise, one pass of the same head", both),
         variant(BOTH, both, build=partial(passes, count=2)),
-        variant("pairwise, three passes", both, build=partial(passes, count=3)),
+        variant(THREE, both, build=partial(passes, count=3)),
         variant("EAGLE-3", HeadSpec(kind="eagle3"), build=partial(eagle, depth=lab.block_size - 1)),
     ]
-    found = lab.run(variants, range(args.seeds), args.workers) + oracle(lab, args.seeds)
+    found = lab.run(variants, range(args.seeds), args.workers) + oracle(lab, args.seeds, temperatures)
     taus = Taus(found)
     tables = [show(taus, f"temperature {t:g}, tau by budget", t) for t in taus.temperatures]
     lines = []
-    for t in TEMPERATURES:
+    for t in temperatures:
         when = " at temperature 1" if t else ""
-        for budget in (16, 32, 64):
+        for budget in (one for one in (16, 32, 64) if one in budgets):
             lines.append(gain_text(taus, PAIRWISE, MARGINAL, budget, t) + when)
             lines.append(gain_text(taus, BOTH, PAIRWISE, budget, t) + when)
-        bottom, top = taus.tau(MARGINAL, 16, t), taus.tau(ORACLE, ORACLE_BUDGETS[0] if args.seeds == 1 else 16, t)
+            lines.append(gain_text(taus, THREE, PAIRWISE, budget, t) + when)
+        bottom, top = taus.tau(MARGINAL, 16, t), taus.tau(ORACLE, 16, t)
         if top > bottom:
             for one in (PAIRWISE, "recurrent", BOTH, "EAGLE-3"):
                 closed = (taus.tau(one, 16, t) - bottom) / (top - bottom)
