@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from jetflow.protocols import Acceptor
+from jetflow.targets import Target
 from jetflow.training import Batch
+from jetflow.training.answering import answer_prompts
 
 CARD = Path(__file__).with_name("tiny_card.md")
 Row = tuple[list[int], int]  # token ids of prompt and answer, and how many of them are the prompt
@@ -44,6 +47,24 @@ def batches(rows: list[Row], size: int, seed: int) -> Iterator[Batch]:
     """Endless shuffled batches of rows."""
     for chosen in orders(rows, size, seed):
         yield pad([rows[i] for i in chosen])
+
+
+def answers(
+    target: Target,
+    asked: list[list[int]],
+    acceptor: Acceptor,
+    max_new_tokens: int,
+    *,
+    size: int,
+    generator: torch.Generator | None = None,
+) -> list[Row]:
+    """What the target writes behind prompts of token ids; `size` prompts of like length run together."""
+    asked, rows = sorted(asked, key=len), []
+    for start in range(0, len(asked), size):
+        part = asked[start : start + size]
+        found = answer_prompts(target, part, acceptor, max_new_tokens, generator=generator)
+        rows += [(ids + answer, len(ids)) for ids, answer in zip(part, found, strict=True)]
+    return rows
 
 
 def train(

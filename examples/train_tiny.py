@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tiny_corpus import documents, make_tokenizer
-from tiny_loop import Row, Stages, batches, train, write_pair
+from tiny_loop import Row, Stages, answers, batches, train, write_pair
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -30,7 +30,6 @@ from jetflow.heads.config import DraftHeadConfig
 from jetflow.losses import ForwardKL
 from jetflow.targets import Target
 from jetflow.training import draft_loss
-from jetflow.training.answering import answer_prompts
 
 FULL = {"documents": 40000, "vocab": 640, "hidden": 192, "target_steps": 1000, "answers": 4000, "head_steps": 750,
         "heldout": 60, "new_tokens": 160}  # fmt: skip
@@ -74,13 +73,9 @@ def ask(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
 
 
 def regenerate(target: Target, prompts: list[str], max_new_tokens: int) -> list[Row]:
-    """The target's own greedy answers: what the head learns to predict. Prompts of like length run together."""
-    asked, rows = sorted((ask(target.tokenizer, prompt) for prompt in prompts), key=len), []
-    for start in range(0, len(asked), 500):
-        part = asked[start : start + 500]
-        answers = answer_prompts(target, part, GreedyAcceptor(), max_new_tokens)
-        rows += [(ids + answer, len(ids)) for ids, answer in zip(part, answers, strict=True)]
-    return rows
+    """The target's own greedy answers: what the head learns to predict."""
+    asked = [ask(target.tokenizer, prompt) for prompt in prompts]
+    return answers(target, asked, GreedyAcceptor(), max_new_tokens, size=500)
 
 
 def train_head(target: Target, rows: list[Row], steps: int, seed: int, folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "ablations"
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("lab", "report"))
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("lab", "options", "report"))
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,19 @@ def test_script_runs_from_training_to_its_chart(name, work, tmp_path):
     assert all((tmp_path / f"{chart}.svg").read_text().startswith("<svg") for chart in report["charts"])
     assert report["conclusions"][-1] in (tmp_path / f"{name}.md").read_text()
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) < 150
+
+
+def test_another_target_with_conversations_of_ones_own(tmp_path):
+    lines = [json.dumps({"prompt": f"Write {number}.", "answer": f"{number}"}) for number in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "bare.jsonl").write_text(json.dumps({"prompt": "Write 1."}))
+    command = [sys.executable, str(FOLDER / "training_data.py"), "--smoke", "--work-dir", str(tmp_path / "work")]
+    command += ["--num-layers", "2", "--heldout", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path), "--prompts"]
+    out = subprocess.run([*command, str(tmp_path / "prompts.jsonl")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert json.loads((tmp_path / "training_data.json").read_text())["settings"]["num_layers"] == 2
+    out = subprocess.run([*command, str(tmp_path / "bare.jsonl")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "needs an `answer`" in out.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "ablations").glob("*.json")), ids=lambda path: path.stem)

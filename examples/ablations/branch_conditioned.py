@@ -8,7 +8,8 @@ the JetFlow paper to compare with: its heads draft one law per depth. The oracle
 
 from functools import partial
 
-from lab import Cell, HeadSpec, Lab, Variant, arguments, make_lab
+from lab import Cell, HeadSpec, Lab, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.benchmark.replay import replay
@@ -36,12 +37,12 @@ def oracle(lab: Lab, seeds: int, temperatures: tuple[float, ...]) -> list[Cell]:
     found = []
     for temperature in temperatures:
         texts = lab.texts(temperature)
+        chosen = range(0, len(texts), max(1, len(texts) // ORACLE_TEXTS))
         for budget in ORACLE_BUDGETS:
-            kept = [replay(drafter, lab.target, [text], budget, max_new_tokens=lab.max_new_tokens)[0]
-                    for text in texts[:: max(1, len(texts) // ORACLE_TEXTS)]]  # fmt: skip
             sums, counts = [0] * len(texts), [0] * len(texts)
-            for place, one in zip(range(0, len(texts), max(1, len(texts) // ORACLE_TEXTS)), kept, strict=True):
-                sums[place], counts[place] = sum(one), len(one)
+            for place in chosen:
+                (kept,) = replay(drafter, lab.target, [texts[place]], budget, max_new_tokens=lab.max_new_tokens)
+                sums[place], counts[place] = sum(kept), len(kept)
             found += [Cell(ORACLE, seed, budget, temperature, sums, counts) for seed in range(seeds)]
     return found
 

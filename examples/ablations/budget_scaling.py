@@ -9,7 +9,8 @@ the published one. The paper (Table 2, MATH-500): DDTree 7.16, 9.19, 9.81 and Je
 from functools import partial
 from itertools import pairwise
 
-from lab import HeadSpec, Variant, arguments, make_lab
+from lab import HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter

@@ -8,7 +8,8 @@ Expected: no reliable difference in tau with either expansion; the paper (Table 
 
 from functools import partial
 
-from lab import HeadSpec, Variant, arguments, make_lab
+from lab import HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter

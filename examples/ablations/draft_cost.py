@@ -15,7 +15,7 @@ import statistics
 import time
 
 import torch
-from lab import arguments, make_lab
+from options import arguments, make_lab
 from report import print_table, write
 
 from jetflow import masks

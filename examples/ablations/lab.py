@@ -7,7 +7,6 @@ place. Whatever has been computed lies in `--work-dir` and is not computed again
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -16,8 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,17 @@ from torch.nn.utils.rnn import pad_sequence
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
-from tiny_corpus import documents  # noqa: E402
-from tiny_loop import Row, orders, pad, train  # noqa: E402
+from tiny_corpus import documents
+from tiny_loop import Row, answers, orders, pad, train
 
-from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor  # noqa: E402
-from jetflow.benchmark.replay import Text, replay, text_features  # noqa: E402
-from jetflow.drafters.parallel import ParallelDrafter  # noqa: E402
-from jetflow.heads.block_draft_head import BlockDraftHead  # noqa: E402
-from jetflow.heads.checkpoint import load_head, save_head  # noqa: E402
-from jetflow.heads.config import DraftHeadConfig  # noqa: E402
-from jetflow.heads.eagle_head import EagleHead  # noqa: E402
-from jetflow.losses import (  # noqa: E402
+from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
+from jetflow.benchmark.replay import Text, replay, text_features
+from jetflow.drafters.parallel import ParallelDrafter
+from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.checkpoint import load_head, save_head
+from jetflow.heads.config import DraftHeadConfig
+from jetflow.heads.eagle_head import EagleHead
+from jetflow.losses import (
     CrossEntropy,
     ForwardKL,
     JensenShannon,
@@ -48,12 +48,12 @@ from jetflow.losses import (  # noqa: E402
     TotalVariation,
     TreeAcceptance,
 )
-from jetflow.targets import Target  # noqa: E402
-from jetflow.training import TeacherStates  # noqa: E402
-from jetflow.training.anchors import sample_anchors  # noqa: E402
-from jetflow.training.answering import answer_prompts  # noqa: E402
-from jetflow.training.eagle import UnrollSettings, new_eagle_head, unrolled_loss  # noqa: E402
-from jetflow.training.step import StepSettings, block_loss  # noqa: E402
+from jetflow.targets import Target
+from jetflow.training import Batch, TeacherStates
+from jetflow.training.anchors import sample_anchors
+from jetflow.training.data import read_rows
+from jetflow.training.eagle import UnrollSettings, new_eagle_head, unrolled_loss
+from jetflow.training.step import StepSettings, block_loss
 
 # Documents that the tiny target was trained on; those that follow are held out.
 NUM_TAUGHT = 40000
@@ -227,12 +227,15 @@ class Lab:
         )  # fmt: skip
         return BlockDraftHead(config)
 
-    def _batches(self, data: str, seed: int) -> Iterator[tuple[Any, TeacherStates]]:
+    def _batches(self, data: str, seed: int) -> Iterator[tuple[Batch, TeacherStates | None]]:
         rows, states = self.states(data)
         for chosen in orders(rows, self.rows_per_step, seed):
-            both = (pad_sequence([states[i][part] for i in chosen], batch_first=True).to(self.device) for part in (0, 1))
-            batch = pad([rows[i] for i in chosen])
-            yield type(batch)(*(one if one is None else one.to(self.device) for one in batch)), TeacherStates(*both)
+            token_ids, loss_mask, _ = pad([rows[i] for i in chosen])
+            batch, both = Batch(token_ids.to(self.device), loss_mask.to(self.device)), None
+            if states is not None:
+                parts = (pad_sequence([states[i][part] for i in chosen], batch_first=True) for part in (0, 1))
+                both = TeacherStates(*(part.to(self.device) for part in parts))
+            yield batch, both
 
     @property
     def _mask_token(self) -> int:
@@ -240,13 +243,13 @@ class Lab:
         return self.target.vocab_size - 1 if known is None else known
 
     @cache  # noqa: B019
-    def states(self, data: str) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
-        """Answers and the target's states over them, bfloat16."""
+    def states(self, data: str) -> tuple[list[Row], list[tuple[Tensor, Tensor]] | None]:
+        """Answers and the tiny target's states over them, bfloat16; those of other targets are computed when they are read."""
         path = self._file(data, "pt", "target_name", "prompts", "num_answers", "max_new_tokens", "taps", "num_layers", "dtype")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = self._answer(self.asked("train"), data)
-            states = [self._states(ids) for ids, _ in rows]
+            states = [self._states(ids) for ids, _ in rows] if self.prompts is None else None
             torch.save((rows, states), path)
         return torch.load(path)
 
@@ -271,7 +274,11 @@ class Lab:
         """Prompts as token ids, with the corpus's own answers."""
         file, count = (self.prompts, self.num_answers) if part == "train" else (self.heldout, self.num_heldout)
         if file is not None:
-            turns = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+            found = list(islice(read_rows(str(file)), count))
+            for where, row in found:
+                if not isinstance(row.get("prompt"), str):
+                    raise ValueError(f"{where} needs a `prompt`, got the keys {', '.join(row)}")
+            turns = [row for _, row in found]
         else:
             docs = documents(NUM_TAUGHT + self.num_heldout, seed=0)
             turns = docs[60 : 60 + count] if part == "train" else docs[NUM_TAUGHT:]
@@ -280,16 +287,14 @@ class Lab:
     def _answer(self, asked: list[tuple[list[int], str]], data: str, temperature: float = 1.0) -> list[Row]:
         tokenizer = self.target.tokenizer
         if data == "corpus":
+            if not all(answer for _, answer in asked):
+                raise ValueError(f"every line of {self.prompts} needs an `answer`, as heads are trained on corpus answers")
             ends = [tokenizer.encode(answer + tokenizer.eos_token, add_special_tokens=False) for _, answer in asked]
             return [(ids + end, len(ids)) for (ids, _), end in zip(asked, ends, strict=True)]
         acceptor = GreedyAcceptor() if data == "greedy" else SamplingAcceptor(temperature)
         generator = torch.Generator(device=self.device).manual_seed(0)
-        asked, rows = sorted(asked, key=lambda one: len(one[0])), []
-        for start in range(0, len(asked), 250):
-            part = [ids for ids, _ in asked[start : start + 250]]
-            answers = answer_prompts(self.target, part, acceptor, self.max_new_tokens, generator=generator)
-            rows += [(ids + answer, len(ids)) for ids, answer in zip(part, answers, strict=True)]
-        return rows
+        prompts = [ids for ids, _ in asked]
+        return answers(self.target, prompts, acceptor, self.max_new_tokens, size=250, generator=generator)
 
 
 def _side_by_side(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], workers: int) -> list[Any]:
@@ -299,37 +304,3 @@ def _side_by_side(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]],
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(function, *zip(*jobs, strict=True)))
-
-
-def arguments(doc: str | None, **lists: tuple[float, ...]) -> argparse.Namespace:
-    """The options that all ablations have, and one for each list of values that is named."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="toy sizes, to see that everything runs")
-    parser.add_argument("--target", default=str(ROOT / "models/tiny/target"), help="folder or hub name")
-    parser.add_argument("--prompts", type=Path, help="JSONL with `prompt` (and `answer`, for corpus data) to train on")
-    parser.add_argument("--heldout", type=Path, help="JSONL with `prompt` to measure on")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--workers", type=int, default=2, help="heads that train side by side, one thread each")
-    parser.add_argument("--work-dir", type=Path, help="what has been computed; runs/lab when absent")
-    parser.add_argument("--out", type=Path, help="folder of the results; results/ablations, or nowhere for --smoke")
-    for name, values in lists.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, nargs="+", default=list(values))
-    args = parser.parse_args()
-    if (args.prompts is None) != (args.heldout is None):
-        parser.error("--prompts and --heldout belong together")
-    return args
-
-
-def make_lab(args: argparse.Namespace) -> Lab:
-    work = args.work_dir or ROOT / "runs" / ("lab-smoke" if args.smoke else "lab")
-    tiny = args.prompts is None
-    lab = Lab(args.target, work, args.prompts, args.heldout, args.dtype, args.device, args.steps)
-    if not tiny:
-        lab = replace(lab, num_layers=5, num_anchors=64, max_new_tokens=1024, taps=None)
-    if args.smoke:
-        args.seeds, args.workers = 1, 1
-        lab = replace(lab, steps=2, num_answers=32, num_heldout=3, max_new_tokens=24)
-    return lab

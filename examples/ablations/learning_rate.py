@@ -6,7 +6,8 @@ Expected: too small is worst, a broad best, and no order of the losses that the 
 MATH-500, tau for SFT / forward KL): 8.70 / 8.71 at 5e-5, 9.34 / 9.39 at 1e-4, 9.80 / 9.81 at 3e-4, 9.73 / 9.70 at 6e-4.
 """
 
-from lab import HeadSpec, Variant, arguments, make_lab
+from lab import HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, show, write
 
 BUDGETS, FACTORS = (16, 64), (0.3, 1.0, 2.0)

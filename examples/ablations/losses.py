@@ -6,7 +6,8 @@ Expected: cross-entropy and forward KL close together, reverse KL far behind. Th
 has 9.98 for cross-entropy (SFT), 10.01 for forward KL and 6.59 for reverse KL.
 """
 
-from lab import LOSSES, HeadSpec, Variant, arguments, make_lab
+from lab import LOSSES, HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 BUDGETS = (8, 16, 32, 64, 128)

@@ -8,7 +8,8 @@ MATH-500, tau): 9.81; entropy 5.52; hybrid 9.81, 9.78, 9.78, 9.63, 9.27, 9.00 at
 
 from functools import partial
 
-from lab import HeadSpec, Variant, arguments, make_lab
+from lab import HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 from jetflow.drafters.parallel import ParallelDrafter

@@ -6,7 +6,8 @@ Expected: the target's own greedy answers far ahead for greedy decoding. The pap
 speedup of 7.82 with the target's answers and 3.36 with the corpus's.
 """
 
-from lab import HeadSpec, Variant, arguments, make_lab
+from lab import HeadSpec, Variant
+from options import arguments, make_lab
 from report import Taus, cells, chart, figures, gain_text, show, write
 
 BUDGETS = (8, 16, 32, 64, 128)

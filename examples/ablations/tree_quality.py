@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from lab import HeadSpec, Lab, arguments, make_lab
+from lab import HeadSpec, Lab
+from options import arguments, make_lab
 from report import print_table, write
 
 from jetflow.benchmark.replay import Text
