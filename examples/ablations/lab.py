@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 from tiny_corpus import documents
 from tiny_loop import Row, answers, orders, pad, train
 
+from jetflow import losses
 from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
 from jetflow.benchmark.replay import Text, replay, text_features
 from jetflow.drafters.parallel import ParallelDrafter
@@ -38,16 +39,6 @@ from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.checkpoint import load_head, save_head
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.eagle_head import EagleHead
-from jetflow.losses import (
-    CrossEntropy,
-    ForwardKL,
-    JensenShannon,
-    LogAcceptance,
-    MixedLoss,
-    ReverseKL,
-    TotalVariation,
-    TreeAcceptance,
-)
 from jetflow.targets import Target
 from jetflow.training import Batch, TeacherStates
 from jetflow.training.anchors import sample_anchors
@@ -58,8 +49,8 @@ from jetflow.training.step import StepSettings, block_loss
 # Documents that the tiny target was trained on; those that follow are held out.
 NUM_TAUGHT = 40000
 LOSSES = {
-    "cross-entropy": CrossEntropy(), "forward-kl": ForwardKL(), "reverse-kl": ReverseKL(), "jensen-shannon": JensenShannon(),
-    "total-variation": TotalVariation(), "log-acceptance": LogAcceptance(),
+    "cross-entropy": losses.CrossEntropy(), "forward-kl": losses.ForwardKL(), "reverse-kl": losses.ReverseKL(), "jensen-shannon": losses.JensenShannon(),
+    "total-variation": losses.TotalVariation(), "log-acceptance": losses.LogAcceptance(),
 }  # fmt: skip
 
 
@@ -198,7 +189,7 @@ class Lab:
         head = self._new_head(spec).to(self.device)
         loss = LOSSES[spec.loss]
         if spec.tree_weight:
-            loss = MixedLoss([loss, TreeAcceptance(16)], [1.0, spec.tree_weight])
+            loss = losses.MixedLoss([loss, losses.TreeAcceptance(16)], [1.0, spec.tree_weight])
         settings = StepSettings(loss, spec.decay_rate, marginal_share=spec.marginal_share)
         generator, stream = torch.Generator().manual_seed(seed), self._batches(spec.data, seed)
 
