@@ -1,13 +1,9 @@
 """Recorded steps: buckets and static memory on their own, and whole decodes with a stand-in for CUDA graphs."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import VOCAB_SIZE, make_model, plain_greedy
+from interpreter import interpreted, run_in_interpreter
 from tape import record
 from test_decoding import ScriptedDrafter
 
@@ -25,9 +21,6 @@ from jetflow import (
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.graphs import RecordedSteps
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 # The interpreter and PyTorch's products of other sizes round otherwise.
 TOLERANCE = 1e-4
@@ -261,10 +254,4 @@ def test_there_must_be_room_for_the_whole_request():
 
 
 def test_recordings_in_the_interpreter():
-    pytest.importorskip("triton", reason="kernels need triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is that process")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__)), "-k", "not in_the_interpreter"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert run.returncode == 0, run.stdout[-3000:]
+    run_in_interpreter(__file__, "-k", "not in_the_interpreter")

@@ -1,14 +1,12 @@
 """Whole generations with `attention="triton"`, under the interpreter in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_model, plain_greedy
+from interpreter import interpreted, run_in_interpreter
 from test_decoding import ScriptedDrafter
 from test_reference_runs import make_drafter
 
@@ -17,9 +15,6 @@ from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 
 PAIR = Path(__file__).parents[1] / "models" / "tiny"
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 
 
 @interpreted
@@ -99,25 +94,8 @@ def test_trained_pair_writes_the_same_text():
 
 
 def test_generations_under_the_interpreter():
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is the process that has the interpreter")
-    pytest.importorskip("triton", reason="kernels need triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        str(Path(__file__)),
-        "-k",
-        "not under_the_interpreter",
-        "-m",
-        "not slow",
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout or done.stdout.strip().startswith(".")
+    found = run_in_interpreter(__file__, "-k", "not under_the_interpreter", "-m", "not slow")
+    assert " passed" in found or found.strip().startswith(".")
 
 
 def test_missing_triton_is_a_clear_error(monkeypatch):

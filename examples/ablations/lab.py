@@ -49,9 +49,13 @@ from jetflow.training.step import StepSettings, block_loss
 # Documents that the tiny target was trained on; those that follow are held out.
 NUM_TAUGHT = 40000
 LOSSES = {
-    "cross-entropy": losses.CrossEntropy(), "forward-kl": losses.ForwardKL(), "reverse-kl": losses.ReverseKL(), "jensen-shannon": losses.JensenShannon(),
-    "total-variation": losses.TotalVariation(), "log-acceptance": losses.LogAcceptance(),
-}  # fmt: skip
+    "cross-entropy": losses.CrossEntropy(),
+    "forward-kl": losses.ForwardKL(),
+    "reverse-kl": losses.ReverseKL(),
+    "jensen-shannon": losses.JensenShannon(),
+    "total-variation": losses.TotalVariation(),
+    "log-acceptance": losses.LogAcceptance(),
+}
 
 
 @dataclass(frozen=True)
@@ -284,8 +288,7 @@ class Lab:
             return [(ids + end, len(ids)) for (ids, _), end in zip(asked, ends, strict=True)]
         acceptor = GreedyAcceptor() if data == "greedy" else SamplingAcceptor(temperature)
         generator = torch.Generator(device=self.device).manual_seed(0)
-        prompts = [ids for ids, _ in asked]
-        return answers(self.target, prompts, acceptor, self.max_new_tokens, size=250, generator=generator)
+        return answers(self.target, [ids for ids, _ in asked], acceptor, self.max_new_tokens, size=250, generator=generator)
 
 
 def _side_by_side(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], workers: int) -> list[Any]:

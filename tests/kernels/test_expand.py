@@ -1,22 +1,17 @@
 """Expansion: the twin against growth, the Triton kernel under the interpreter against both, node for node."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import interpreted, run_in_interpreter
 from safetensors.torch import load_file
 
 from jetflow import BestFirst, MarginalSource, PairwiseSource
 from jetflow.kernels.expand import expand_tree, expand_tree_reference, expansion_sizes, fits, level_sizes
 from jetflow.trees.sources import law_tables
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 EXPANSIONS = [expand_tree_reference, pytest.param(expand_tree, marks=interpreted)]
 FIELDS = ("tokens", "parents", "depths", "scores", "num_nodes")
 CASES = Path(__file__).parents[1] / "data" / "tree_cases"
@@ -174,11 +169,4 @@ def test_best_first_runs_the_kernel_where_kernels_run(monkeypatch, source):
 
 
 def test_expansion_in_the_interpreter():
-    pytest.importorskip("triton", reason="kernels need triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is that process")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(Path(__file__))], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
+    run_in_interpreter(__file__)

@@ -1,12 +1,8 @@
 """The kernels as ops: torch.compile keeps them whole, fake kernels tell the shapes, and gradients are refused."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import interpreted, run_in_interpreter
 from test_small_kernels import random_trees
 from test_tree_attention import make_case
 
@@ -15,10 +11,6 @@ from jetflow.kernels.expand import expand_tree
 from jetflow.kernels.top_tokens import top_tokens
 from jetflow.kernels.tree_attention import tree_attention
 from jetflow.kernels.walk import accept_walk
-
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 
 
 def attention_case(page_size=None):
@@ -111,11 +103,4 @@ def test_memory_with_gradients_is_refused():
 
 
 def test_ops_in_the_interpreter():
-    pytest.importorskip("triton", reason="kernels need triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is that process")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(Path(__file__))], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
+    run_in_interpreter(__file__)

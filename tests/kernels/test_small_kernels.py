@@ -1,22 +1,15 @@
 """Commit, acceptance walk and top tokens: the twins against loops, the Triton kernels under the interpreter against them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import make_model
+from interpreter import interpreted, run_in_interpreter
 
 from jetflow import BlockDraftHead, DraftHeadConfig, GreedyAcceptor, ParallelDrafter, SpeculativeDecoder, Target, TokenTree
 from jetflow.kernels.commit import commit_path, commit_path_reference
 from jetflow.kernels.top_tokens import top_tokens, top_tokens_reference
 from jetflow.kernels.walk import accept_walk, accept_walk_reference
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 # The twin everywhere, the kernel in the process that has the interpreter.
 COMMITS = [commit_path_reference, pytest.param(commit_path, marks=interpreted)]
 WALKS = [accept_walk_reference, pytest.param(accept_walk, marks=interpreted)]
@@ -197,11 +190,4 @@ def test_decoding_by_kernels_gives_the_text_of_the_plain_path(monkeypatch, paged
 
 
 def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton", reason="kernels need triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is that process")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(Path(__file__))], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
+    run_in_interpreter(__file__)

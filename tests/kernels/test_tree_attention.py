@@ -1,12 +1,8 @@
 """Tree attention: the twin against plain loops, the Triton kernel under the interpreter against the twin."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import IS_ON, interpreted, run_in_interpreter
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -113,9 +109,6 @@ def test_wrong_arguments_are_named(change, message):
 
 
 # The interpreter is chosen when triton is first imported, so these run in a process of their own.
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process that has the interpreter"
-)
 KERNEL_CASES = {
     "one node, no prefix": {"sizes": [1], "prefixes": [0]},
     "odd sizes": {"sizes": [5, 1, 9], "prefixes": [7, 0, 130]},
@@ -132,7 +125,7 @@ KERNEL_CASES = {
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
     # Several splits without prefixes of thousands of tokens, which take the interpreter minutes.
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if IS_ON:
         monkeypatch.setattr("jetflow.kernels.tree_attention_triton.SPLIT", 128)
 
 
@@ -299,19 +292,4 @@ def sdpa_error(arguments, given, settings):
 
 
 def test_kernels_under_the_interpreter():
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("this is the process that has the interpreter")
-    pytest.importorskip("triton", reason="kernels need triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        str(Path(__file__)),
-        "-k",
-        "kernel or strides or nothing or neighbours",
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_in_interpreter(__file__, "-k", "kernel or strides or nothing or neighbours")
