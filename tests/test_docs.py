@@ -1,5 +1,6 @@
 """The pages and the README say what the repository holds."""
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -67,3 +68,10 @@ def test_the_benchmark_rewrites_only_its_own_part_of_the_readme(monkeypatch):
     assert after_before == before
     assert after.split("<!-- /results -->")[1] == readme.split("<!-- /results -->")[1]
     assert "| a method | 2.50 | 10 | 1.50x | 3 of 3 |" in after
+
+
+def test_the_table_of_methods_is_that_of_the_results():
+    from bench.tiny_methods import markdown
+
+    report = json.loads((ROOT / "results" / "tiny_methods.json").read_text())
+    assert (ROOT / "results" / "tiny_methods.md").read_text() == markdown(report)

@@ -79,8 +79,7 @@ class SpeculativeDecoder:
         if fixed_width is not None and fixed_width < max_nodes:
             raise ValueError(f"fixed_width={fixed_width} must be at least the budget, {max_nodes}")
         if graphs is not None:
-            # Refused here where no bucket is as large.
-            graphs.bucket(max_nodes)
+            graphs.bucket(max_nodes)  # Refused where no bucket is as large.
         self._graphs = graphs
         self._verifier = TreeVerifier(
             target, taps=getattr(drafter, "taps", ()), prefill_chunk=prefill_chunk, pages=pages, fixed_width=fixed_width,
@@ -172,7 +171,7 @@ class SpeculativeDecoder:
                 self._graphs.check_room(request.num_prompt_tokens + request.left + self._graphs.bucket(self.max_nodes))
         results = []
         for request in requests:
-            # Every prompt starts from the seed, so that a result does not depend on its neighbours.
+            # So that a result does not depend on its neighbours.
             generator.manual_seed(seed) if seed is not None else generator.seed()
             try:
                 results.append(self._run(request, generator, streamer, on_round))

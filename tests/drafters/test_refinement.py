@@ -24,7 +24,8 @@ from jetflow import (
     save_head,
 )
 from jetflow.protocols import DraftContext
-from jetflow.trees.sources import MarginalSource, RefinedSource
+from jetflow.trees.refined import RefinedSource
+from jetflow.trees.sources import MarginalSource
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 LENGTHS = [10, 6]

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from jetflow.cli.recipe import HeadSection, Recipe
+    from jetflow.cli.recipe import Recipe
     from jetflow.heads.block_draft_head import BlockDraftHead
-    from jetflow.heads.config import DraftHeadConfig
     from jetflow.heads.eagle_head import EagleHead
     from jetflow.targets import Target
     from jetflow.training.data import Example
     from jetflow.training.progress import TrainingLog
     from jetflow.training.rows import TrainingRows
     from jetflow.training.trainer import Trainer
-
-# The published head.
-DEFAULT_LAYERS, DEFAULT_BLOCK, DEFAULT_RANK = 5, 16, 128
 
 
 def add_train_commands(commands: Any) -> None:
@@ -125,8 +121,8 @@ def _rows(recipe: Recipe, target: Target, examples: list[Example]) -> TrainingRo
 def _features(args: argparse.Namespace) -> int:
     from accelerate import Accelerator
 
+    from jetflow.cli.heads import taps_of
     from jetflow.cli.recipe import read_recipe
-    from jetflow.heads.eagle_config import default_eagle_taps
     from jetflow.training.features import estimate_bytes, write_features
 
     recipe = read_recipe(Path(args.recipe))
@@ -134,10 +130,7 @@ def _features(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.recipe}: [data] features must say where the states go")
     target = _target(recipe, Accelerator())
     examples, max_length = _examples(recipe, target), _max_length(recipe, target)
-    if recipe.head.kind == "eagle3":
-        taps = tuple(recipe.head.taps or default_eagle_taps(target.num_layers))
-    else:
-        taps = (_head(recipe, target).config if recipe.head.start_from else _head_config(recipe.head, target)).taps
+    taps = taps_of(recipe, target)
     size = estimate_bytes(examples, len(taps), target.hidden_size, max_length)
     print(f"{len(examples)} examples, {size / 1e9:.2f} GB in {recipe.data.features}", file=sys.stderr)
     written = write_features(
@@ -149,6 +142,7 @@ def _features(args: argparse.Namespace) -> int:
 
 
 def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, accelerator: Accelerator) -> Trainer:
+    from jetflow.cli.heads import block_head, eagle_head
     from jetflow.cli.recipe import step_settings, unroll_settings
     from jetflow.training.optimizers import adamw, muon
     from jetflow.training.trainer import Trainer
@@ -159,7 +153,7 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
     if recipe.optimizer == "muon" and recipe.train.shard_head:
         raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
     eagle = recipe.head.kind == "eagle3"
-    head = _eagle_head(recipe, target, rows) if eagle else _head(recipe, target)
+    head = eagle_head(recipe, target, rows) if eagle else block_head(recipe, target)
     if recipe.evaluation.passes > 1 and not getattr(head.config, "refinement", False):
         raise ValueError(f"[evaluation] passes={recipe.evaluation.passes} needs [head] refinement = true")
     return Trainer(
@@ -168,83 +162,6 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
         make_optimizers=partial(known[recipe.optimizer], weight_decay=recipe.weight_decay),
         accelerator=accelerator,
     )  # fmt: skip
-
-
-def _head(recipe: Recipe, target: Target) -> BlockDraftHead:
-    import torch
-
-    from jetflow.heads.block_draft_head import BlockDraftHead
-    from jetflow.heads.checkpoint import load_head
-    from jetflow.training.warm_start import warm_start
-
-    section = recipe.head
-    torch.manual_seed(recipe.train.seed)
-    if section.start_from is not None:
-        named = section.mask_token is not None or section.mask_token_id is not None
-        mask_token_id = _mask_token_id(section, target.tokenizer) if named else None
-        start = load_head(section.start_from, dtype=torch.float32)
-        if not isinstance(start, BlockDraftHead):
-            raise ValueError(
-                f"[head] start_from={section.start_from!r} is an EAGLE-3 head; training starts from block heads only"
-            )
-        return warm_start(
-            start, target, block_size=section.block_size,
-            num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
-            correction=section.correction, correction_rank=section.correction_rank,
-            refinement=section.refinement,
-        )  # fmt: skip
-    return BlockDraftHead(_head_config(section, target))
-
-
-def _eagle_head(recipe: Recipe, target: Target, rows: TrainingRows) -> EagleHead:
-    import torch
-
-    from jetflow.training.eagle import new_eagle_head
-
-    section = recipe.head
-    torch.manual_seed(recipe.train.seed)
-    draft_tokens = None
-    if section.draft_vocab_size is not None:
-        if not 1 <= section.draft_vocab_size <= target.vocab_size:
-            raise ValueError(f"[head] draft_vocab_size={section.draft_vocab_size} must be in [1, {target.vocab_size}]")
-        draft_tokens = rows.frequent_tokens(target.vocab_size, section.draft_vocab_size).sort().values
-    return new_eagle_head(
-        target, draft_tokens=draft_tokens, taps=section.taps, fc_norm=bool(section.fc_norm),
-        norm_output=bool(section.norm_output),
-    )  # fmt: skip
-
-
-def _head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
-    from jetflow.heads.config import DraftHeadConfig
-
-    return DraftHeadConfig.for_target(
-        target.config,
-        num_layers=DEFAULT_LAYERS if section.num_layers is None else section.num_layers,
-        block_size=DEFAULT_BLOCK if section.block_size is None else section.block_size,
-        mask_token_id=_mask_token_id(section, target.tokenizer),
-        taps=section.taps,
-        causal=section.causal is not False,
-        correction=section.correction,
-        correction_rank=DEFAULT_RANK if section.correction_rank is None else section.correction_rank,
-        refinement=section.refinement is True,
-    )
-
-
-def _mask_token_id(section: HeadSection, tokenizer: Any) -> int:
-    token = section.mask_token
-    if section.mask_token_id is not None:
-        if token is not None:
-            raise ValueError(f"[head] mask_token={token!r} and mask_token_id={section.mask_token_id} exclude each other")
-        return section.mask_token_id
-    if token is None:
-        if getattr(tokenizer, "mask_token_id", None) is None:
-            spare = ", ".join(repr(one) for one in getattr(tokenizer, "all_special_tokens", []))
-            raise ValueError(f"[head] mask_token must name a token that texts never hold; special tokens here are {spare}")
-        return tokenizer.mask_token_id
-    token_id = tokenizer.convert_tokens_to_ids(token)
-    if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
-        raise ValueError(f"[head] mask_token {token!r} is no token of the target's tokenizer")
-    return token_id
 
 
 def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) -> None:

@@ -19,8 +19,9 @@ from jetflow.heads.context_cache import HeadCache
 from jetflow.protocols import CandidateSource, DraftContext, TreeExpander
 from jetflow.targets import Target
 from jetflow.trees.expanders import BestFirst
+from jetflow.trees.refined import RefinedSource
 from jetflow.trees.sampling import ChildSampling
-from jetflow.trees.sources import MarginalSource, RefinedSource
+from jetflow.trees.sources import MarginalSource
 from jetflow.trees.token_tree import TokenTree
 
 # Candidates of a depth, or children of a node, where laws are conditional, unless told otherwise.

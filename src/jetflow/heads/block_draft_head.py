@@ -10,7 +10,7 @@ Dimension key: B batch, T block positions, Q queries, S context, k taps, Ht targ
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
-from jetflow.heads.convolution import BlockConvolution
+from jetflow.heads.convolution import BlockConvolution, convolved
 from jetflow.heads.corrections import PairwiseCorrection
 from jetflow.heads.rope import RotaryEmbedding, rotate
 from jetflow.heads.vocabulary_corrections import make_correction
 from jetflow.kernels import dispatch
 from jetflow.kernels.ancestors import pack_bits
-from jetflow.kernels.masked_attention import masked_attention
+from jetflow.kernels.masked_attention import block_masked_attention, masked_attention
 from jetflow.kernels.tree_attention import tree_attention
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class DraftLayer(nn.Module):
         self.mlp_conv = None if sizes is None else BlockConvolution(config.hidden_size, *sizes)
 
     def forward(self, states: Tensor, *args: Any) -> Tensor:
-        states = states + _convolved(self.attention_conv, self.self_attn, self.input_layernorm(states), *args)
-        return states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(states))
+        states = states + convolved(self.attention_conv, self.self_attn, self.input_layernorm(states), *args)
+        return states + convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(states))
 
 
 class BlockDraftHead(nn.Module):
@@ -285,14 +285,6 @@ class BlockDraftHead(nn.Module):
             )
 
 
-def _convolved(convolution: BlockConvolution | None, sublayer: nn.Module, states: Tensor, *args: Any) -> Tensor:
-    """Runs a sub-layer, between two convolutions where there are any."""
-    if convolution is None:
-        return sublayer(states, *args)
-    before, after = convolution.kernels(states)
-    return convolution(sublayer(convolution(states, before, 0), *args), after, 1)
-
-
 def _attend_behind(
     context: tuple[Tensor, Tensor], mask: Tensor | BlockMask, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
@@ -300,13 +292,4 @@ def _attend_behind(
     keys, values = torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
     if isinstance(mask, Tensor):
         return masked_attention(queries, keys, values, mask)
-    return _flex_attention(queries.device.type)(queries, keys, values, block_mask=mask, enable_gqa=True)
-
-
-@cache
-def _flex_attention(device_type: str) -> Any:
-    """FlexAttention, compiled where there is a GPU: uncompiled it makes the whole matrix of scores."""
-    # Loaded here because it brings in torch.compile, which takes seconds.
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+    return block_masked_attention(queries, keys, values, mask)

@@ -5,6 +5,8 @@ Dimension key: B batch, T block positions, H hidden size, G groups of channels, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -45,3 +47,11 @@ class BlockConvolution(nn.Module):
             kernel = self.base_kernel[place, tap] + dynamic[:, :, tap].repeat_interleave(self.group_size, dim=-1)
             total = total + kernel * shifted
         return total
+
+
+def convolved(convolution: BlockConvolution | None, sublayer: nn.Module, states: Tensor, *args: Any) -> Tensor:
+    """Runs a sub-layer, between two convolutions where there are any."""
+    if convolution is None:
+        return sublayer(states, *args)
+    before, after = convolution.kernels(states)
+    return convolution(sublayer(convolution(states, before, 0), *args), after, 1)

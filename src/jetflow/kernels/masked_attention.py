@@ -1,13 +1,19 @@
-"""Grouped attention under a dense mask: the plain PyTorch path of heads and of the verifier.
+"""Grouped attention in plain PyTorch, under a dense mask (heads and verifier) or a block mask (training on a GPU).
 
 Dimension key: B batch, Hq query heads, Hk key-value heads, G = Hq / Hk, N nodes, S keys, D head dimension.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None) -> Tensor:
@@ -42,3 +48,17 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         mask = mask.repeat(1, 1, group, 1) if group > 1 else mask
     out = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, query_heads, nodes, head_dim)
+
+
+def block_masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """The same under a FlexAttention block mask, compiled where there is a GPU."""
+    return _flex_attention(query.device.type)(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+@cache
+def _flex_attention(device_type: str) -> Any:
+    """FlexAttention, compiled where there is a GPU: uncompiled it makes the whole matrix of scores."""
+    # Loaded here because it brings in torch.compile, which takes seconds.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention

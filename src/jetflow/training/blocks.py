@@ -61,6 +61,16 @@ def block_tokens(token_ids: Tensor, anchors: Tensor, visible: Tensor, config: Dr
     return torch.where(slots <= visible[:, None], tokens, config.mask_token_id)
 
 
+def slot_places(slots: Tensor, by_block: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, block and depth (from 0) of every supervised slot, int64 [M], or of all slots of blocks that have some, [M, D]."""
+    if not by_block:
+        rows, blocks, depths = slots.nonzero(as_tuple=True)
+        return rows, blocks, depths
+    rows, blocks = slots.any(-1).nonzero(as_tuple=True)
+    depths = torch.arange(slots.shape[2], device=slots.device).expand(len(rows), -1)
+    return rows[:, None].expand_as(depths), blocks[:, None].expand_as(depths), depths
+
+
 def predicting_slots(blocks: Tensor, depths: Tensor, visible: Tensor) -> Tensor:
     """Returns int64 [M], the slot of each supervised token: its own if masked, the one before it if that is filled.
 

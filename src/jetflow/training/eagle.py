@@ -23,7 +23,10 @@ from jetflow.training.anchors import sample_anchors, supervised_slots
 from jetflow.training.step import Batch, StepOutput, TeacherStates, slot_metrics
 
 if TYPE_CHECKING:
+    from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.targets import Target
+    from jetflow.training.settings import TrainSettings
+    from jetflow.training.step import StepSettings
 
 
 class UnrollSettings(NamedTuple):
@@ -77,6 +80,17 @@ def new_eagle_head(
         if norm is not None:
             head.norm.weight.copy_(norm.weight)
     return head
+
+
+def check_kind(head: BlockDraftHead | EagleHead, settings: TrainSettings, step_settings: StepSettings | UnrollSettings) -> None:
+    """Raises ValueError for settings of the other kind of head; one small layer is neither sharded nor recomputed."""
+    eagle = isinstance(head, EagleHead)
+    if eagle != isinstance(step_settings, UnrollSettings):
+        wanted = "UnrollSettings" if eagle else "StepSettings"
+        raise ValueError(f"step_settings of a {type(head).__name__} must be {wanted}, got {type(step_settings).__name__}")
+    for name in ("shard_head", "activation_checkpointing"):
+        if eagle and getattr(settings, name):
+            raise ValueError(f"{name} must be False for an EAGLE-3 head, got True")
 
 
 def eagle_loss(

@@ -17,7 +17,7 @@ from jetflow.losses import exponential_position_weights, weighted_mean
 from jetflow.losses.divergences import IGNORED_LABEL
 from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
-from jetflow.training.blocks import block_tokens, predicting_slots, previous_embeds, visible_prefixes
+from jetflow.training.blocks import block_tokens, predicting_slots, previous_embeds, slot_places, visible_prefixes
 from jetflow.training.chunked import chunked_sum
 from jetflow.training.vocabulary import FrozenLMHead, SampledVocabulary
 
@@ -184,19 +184,12 @@ def block_loss(
         ValueError: the batch has wrong shapes or dtypes, `decay_rate` is negative, a share is not in [0, 1], or a loss that
             ranks paths is given a sample of the vocabulary.
     """
-    if not 0 <= settings.marginal_share <= 1:
-        raise ValueError(f"marginal_share must be in [0, 1], got {settings.marginal_share}")
-    if batch.token_ids.shape != batch.loss_mask.shape:
-        raise ValueError(
-            f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
-        )
     by_block = getattr(settings.loss, "uses_path", False)
-    if by_block and settings.vocabulary is not None:
-        raise ValueError("vocabulary must be absent with a loss that ranks paths: a sample's tokens stand for many others")
+    _check(batch, settings, by_block)
     block_size = head.config.block_size
     slot_weights = exponential_position_weights(block_size, settings.decay_rate).to(anchors.device)
     slots = supervised_slots(batch.loss_mask, anchors, valid=valid, block_size=block_size)
-    rows, blocks, depths = _places(slots, by_block)
+    rows, blocks, depths = slot_places(slots, by_block)
     counted = slots[rows, blocks, depths]
     label_positions = (anchors[rows, blocks] + depths + 1).clamp(max=batch.token_ids.shape[1] - 1)
     labels = batch.token_ids[rows, label_positions].masked_fill(~counted, IGNORED_LABEL)
@@ -239,14 +232,15 @@ def block_loss(
     )
 
 
-def _places(slots: Tensor, by_block: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, block and depth (from 0) of every supervised slot, int64 [M], or of all slots of blocks that have some, [M, D]."""
-    if not by_block:
-        rows, blocks, depths = slots.nonzero(as_tuple=True)
-        return rows, blocks, depths
-    rows, blocks = slots.any(-1).nonzero(as_tuple=True)
-    depths = torch.arange(slots.shape[2], device=slots.device).expand(len(rows), -1)
-    return rows[:, None].expand_as(depths), blocks[:, None].expand_as(depths), depths
+def _check(batch: Batch, settings: StepSettings, by_block: bool) -> None:
+    if not 0 <= settings.marginal_share <= 1:
+        raise ValueError(f"marginal_share must be in [0, 1], got {settings.marginal_share}")
+    if batch.token_ids.shape != batch.loss_mask.shape:
+        raise ValueError(
+            f"loss_mask must have the shape of token_ids, {tuple(batch.token_ids.shape)}, got {tuple(batch.loss_mask.shape)}"
+        )
+    if by_block and settings.vocabulary is not None:
+        raise ValueError("vocabulary must be absent with a loss that ranks paths: a sample's tokens stand for many others")
 
 
 def _run_head(

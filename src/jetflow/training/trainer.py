@@ -31,7 +31,7 @@ from jetflow.heads.eagle_config import EagleHeadConfig
 from jetflow.heads.eagle_head import EagleHead
 from jetflow.targets import Target
 from jetflow.training.checkpoints import last_checkpoint, load_checkpoint, save_checkpoint
-from jetflow.training.eagle import UnrollSettings, unrolled_loss
+from jetflow.training.eagle import UnrollSettings, check_kind, unrolled_loss
 from jetflow.training.optimizers import adamw
 from jetflow.training.rows import AnchoredBatch, TrainingRows
 from jetflow.training.settings import TrainSettings
@@ -92,7 +92,7 @@ class Trainer:
     ):
         if any(weight.dtype != torch.float32 for weight in head.parameters()):
             raise ValueError(f"head must hold float32 weights, which bfloat16 autocast updates, got {head.fc.weight.dtype}")
-        _check_kind(head, settings, step_settings)
+        check_kind(head, settings, step_settings)
         self.accelerator = accelerator or Accelerator()
         self.target, self.rows, self.folder = target, rows, folder
         self.settings, self.step_settings = settings, step_settings
@@ -296,16 +296,3 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-def _check_kind(
-    head: BlockDraftHead | EagleHead, settings: TrainSettings, step_settings: StepSettings | UnrollSettings
-) -> None:
-    """An EAGLE-3 head has settings of its own, and one small layer, which is neither sharded nor recomputed."""
-    eagle = isinstance(head, EagleHead)
-    if eagle != isinstance(step_settings, UnrollSettings):
-        wanted = "UnrollSettings" if eagle else "StepSettings"
-        raise ValueError(f"step_settings of a {type(head).__name__} must be {wanted}, got {type(step_settings).__name__}")
-    for name in ("shard_head", "activation_checkpointing"):
-        if eagle and getattr(settings, name):
-            raise ValueError(f"{name} must be False for an EAGLE-3 head, got True")

@@ -1,11 +1,11 @@
 """Question: do trees keep what their scores promise, and does what the last tree held below the bonus help the next one?
 
-    python -m bench.branch_conditioned [--head models/tiny/head] [--passes 1 2 3] [--num-prompts 12]
+    python -m bench.tree_reuse [--head models/tiny/head] [--passes 1 2 3] [--num-prompts 12]
 
 Greedy, float32, held-out prompts of models/tiny. For every method: measured tau, the tau that the trees' scores expected
 (the sum of their nodes' probabilities), the share of rounds whose tree had a seed from the round before, and seconds per
 round of the drafting side. More than one pass needs a head with refinement. Texts of all methods must be equal.
-About 2 minutes on 2 CPU cores. Writes results/branch_conditioned.json.
+About 2 minutes on 2 CPU cores. Writes results/tree_reuse.json.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from jetflow import ParallelDrafter, ReusingDrafter, SpeculativeDecoder, Target,
 from jetflow.drafters.reuse import seed_trees
 from jetflow.protocols import DraftContext
 
-MODELS, RESULTS = Path("models/tiny"), Path("results/branch_conditioned.json")
+MODELS, RESULTS = Path("models/tiny"), Path("results/tree_reuse.json")
 
 
 def main() -> None:
