@@ -42,11 +42,36 @@ def test_another_target_with_conversations_of_ones_own(tmp_path):
     assert "needs an `answer`" in out.stderr
 
 
+def test_quick_runs_are_small_and_train_anew(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import options
+
+    monkeypatch.setattr(options, "ROOT", tmp_path)
+    (tmp_path / "runs/lab-quick/head-of-before").mkdir(parents=True)
+    (tmp_path / "runs/lab-quick/greedy-answers").touch()
+    monkeypatch.setattr(sys, "argv", ["losses.py", "--quick", "--seeds", "2"])
+    args = options.arguments("")
+    lab = options.make_lab(args)
+    assert (args.seeds, lab.steps, lab.num_answers, lab.num_heldout) == (2, 100, 1000, 20)
+    assert [path.name for path in lab.work.iterdir()] == ["greedy-answers"]
+
+
+@pytest.mark.parametrize("more", [["--smoke"], ["--work-dir", "runs/lab"]])
+def test_quick_refuses_what_it_cannot_honour(more, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import options
+
+    monkeypatch.setattr(sys, "argv", ["losses.py", "--quick", *more])
+    with pytest.raises(SystemExit):
+        options.arguments("")
+    assert "--quick" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "ablations").glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_are_those_of_whole_runs(path):
     report = json.loads(path.read_text())
     assert report["command"].startswith(f"python examples/ablations/{path.stem}.py")
-    assert "--smoke" not in report["command"]
+    assert not {"--smoke", "--quick"} & set(report["command"].split())
     cells = report.get("cells", [])
     for figure in report.get("figures", []):
         mine = [one for one in cells if (one["variant"], one["budget"], one["temperature"]) == (

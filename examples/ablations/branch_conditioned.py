@@ -1,11 +1,12 @@
 """Question: what is it worth that the score of a node knows the path before it, and how near does it come to the oracle?
 
-Command:  python examples/ablations/branch_conditioned.py        (--smoke: seconds, toy sizes)
-Run time: about 40 minutes on two CPU cores, most of it training 21 heads; heads that exist are not trained again.
+Command:  python examples/ablations/branch_conditioned.py        (--quick: 3 minutes, --smoke: seconds)
+Run time: about 50 minutes on two CPU cores, most of it training 30 heads; heads that exist are not trained again.
 Expected: at least 20 % more tau by a correction at budgets 16 to 64, more by a second pass, most by both. There is nothing in
 the JetFlow paper to compare with: its heads draft one law per depth. The oracle drafts with the target's own laws.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from lab import Cell, HeadSpec, Lab, Variant
@@ -21,6 +22,7 @@ from jetflow.trees.expanders import BestFirst
 BUDGETS, TEMPERATURES = (8, 16, 32, 64, 128, 256), (0.0, 1.0)
 ORACLE, ORACLE_BUDGETS, ORACLE_TEXTS = "oracle (the target drafts)", (16,), 16
 MARGINAL, PAIRWISE, BOTH, THREE = "marginal", "pairwise", "pairwise, two passes", "pairwise, three passes"
+OLDER = ", twice the steps"
 
 
 def passes(head, target, count):
@@ -52,17 +54,21 @@ def main() -> None:
     lab = make_lab(args)
     budgets, temperatures = tuple(map(int, args.budgets)), tuple(args.temperatures)
     variant = partial(Variant, budgets=budgets, temperatures=temperatures)
-    refined, both = HeadSpec(refinement=True), HeadSpec(correction="gated", refinement=True)
+    pairwise, refined = HeadSpec(correction="gated"), HeadSpec(refinement=True)
+    both, twice = HeadSpec(correction="gated", refinement=True), partial(replace, steps=2 * lab.steps)
     variants = [
         variant(MARGINAL, HeadSpec()),
         variant("bidirectional", HeadSpec(causal=False)),
-        variant(PAIRWISE, HeadSpec(correction="gated")),
+        variant(PAIRWISE, pairwise),
         variant("recurrent", HeadSpec(correction="recurrent")),
         variant("marginal, two passes", refined, build=partial(passes, count=2)),
         variant("pairwise, one pass of the same head", both),
         variant(BOTH, both, build=partial(passes, count=2)),
         variant(THREE, both, build=partial(passes, count=3)),
         variant("EAGLE-3", HeadSpec(kind="eagle3"), build=partial(eagle, depth=lab.block_size - 1)),
+        variant(MARGINAL + OLDER, twice(HeadSpec())),
+        variant(PAIRWISE + OLDER, twice(pairwise)),
+        variant(THREE + OLDER, twice(both), build=partial(passes, count=3)),
     ]
     found = lab.run(variants, range(args.seeds), args.workers) + oracle(lab, args.seeds, temperatures)
     taus = Taus(found)
@@ -74,9 +80,11 @@ def main() -> None:
             lines.append(gain_text(taus, PAIRWISE, MARGINAL, budget, t) + when)
             lines.append(gain_text(taus, BOTH, PAIRWISE, budget, t) + when)
             lines.append(gain_text(taus, THREE, PAIRWISE, budget, t) + when)
+            lines.append(gain_text(taus, PAIRWISE + OLDER, MARGINAL + OLDER, budget, t) + when)
+            lines.append(gain_text(taus, THREE + OLDER, PAIRWISE + OLDER, budget, t) + when)
         bottom, top = taus.tau(MARGINAL, 16, t), taus.tau(ORACLE, 16, t)
         if top > bottom:
-            for one in (PAIRWISE, "recurrent", BOTH, "EAGLE-3"):
+            for one in (PAIRWISE, "recurrent", BOTH, THREE, "EAGLE-3", PAIRWISE + OLDER, THREE + OLDER):
                 closed = (taus.tau(one, 16, t) - bottom) / (top - bottom)
                 lines.append(
                     f"{one} closes {closed:.0%} of the gap from marginal ({bottom:.2f}) to oracle ({top:.2f}) at 16{when}"

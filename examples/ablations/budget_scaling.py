@@ -1,6 +1,6 @@
 """Question: how does tau grow with the budget, and how much of it is the mask's doing and how much the expansion's?
 
-Command:  python examples/ablations/budget_scaling.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/budget_scaling.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 10 minutes on two CPU cores with six heads to train; heads that exist are not trained again.
 Expected: trees grow with the budget where a chain stops at its block, and the exact expansion needs a fraction of the nodes of
 the published one. The paper (Table 2, MATH-500): DDTree 7.16, 9.19, 9.81 and JetSpec 7.42, 9.95, 10.76 at 64, 128, 256.

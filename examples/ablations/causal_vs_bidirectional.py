@@ -1,6 +1,6 @@
 """Question: is a causal block better than a bidirectional one, and what does position weighting do to each?
 
-Command:  python examples/ablations/causal_vs_bidirectional.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/causal_vs_bidirectional.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 20 minutes on two CPU cores, most of it training 24 heads; heads that exist are not trained again.
 Expected: no reliable difference in tau with either expansion; the paper (Table 7, Qwen3-8B, budget 256) has 9.81, 10.00,
 9.99, 9.96 for causal and 6.45, 9.65, 9.72, 7.19 for bidirectional blocks at decay rates 0, 3, 7 and 15.

@@ -1,6 +1,6 @@
 """Question: what does a draft cost next to a target pass, and what speedup does that leave?
 
-Command:  python examples/ablations/draft_cost.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/draft_cost.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 3 minutes on two CPU cores.
 Expected: one draft pass costs the same for every block size and little more for a longer context, so that the cost per drafted
 token falls with the block. The paper (Table 12, H200, Qwen3-8B): c is 15.0, 3.4, 0.84 and 0.21 % for 1, 4, 16 and 64 tokens.
@@ -78,7 +78,8 @@ def main() -> None:
     args = arguments(__doc__)
     lab = make_lab(args)
     contexts, blocks = (CONTEXTS[:1], BLOCKS[:2]) if args.smoke else (CONTEXTS, BLOCKS)
-    costs = {context: cost(lab, context, blocks, 1 if args.smoke else 25) for context in contexts}
+    repeats = 1 if args.smoke else 5 if args.quick else 25
+    costs = {context: cost(lab, context, blocks, repeats) for context in contexts}
     rows = [
         [str(context), *(f"{took * 1e3:.2f} ms, c = {ratio:.1%}" for took, ratio in row.values())]
         for context, row in costs.items()

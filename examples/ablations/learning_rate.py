@@ -1,6 +1,6 @@
 """Question: how does the learning rate matter, and does it change which loss is ahead?
 
-Command:  python examples/ablations/learning_rate.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/learning_rate.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 15 minutes on two CPU cores, most of it training 18 heads; heads that exist are not trained again.
 Expected: too small is worst, a broad best, and no order of the losses that the rate would turn round. The paper (Table 3,
 MATH-500, tau for SFT / forward KL): 8.70 / 8.71 at 5e-5, 9.34 / 9.39 at 1e-4, 9.80 / 9.81 at 3e-4, 9.73 / 9.70 at 6e-4.

@@ -1,6 +1,6 @@
 """Question: which loss should a head be trained with?
 
-Command:  python examples/ablations/losses.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/losses.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 15 minutes on two CPU cores, most of it training 18 heads; heads that exist are not trained again.
 Expected: cross-entropy and forward KL close together, reverse KL far behind. The paper (Table 4, MATH-500, tau at budget 256)
 has 9.98 for cross-entropy (SFT), 10.01 for forward KL and 6.59 for reverse KL.

@@ -114,7 +114,7 @@ def write(
     lines: Sequence[str],
     charts: Mapping[str, dict[str, Any]],
 ) -> None:
-    """Prints the conclusions and writes `NAME.json`, and `NAME.md` and charts beside it; smoke runs only if told where.
+    """Prints the conclusions and writes `NAME.json`, `NAME.md` and charts; quick and smoke runs do only if told where.
 
     Args:
         name: of the ablation.
@@ -127,7 +127,7 @@ def write(
     """
     for line in lines:
         print(line)
-    folder = args.out or (None if args.smoke else ROOT / "results" / "ablations")
+    folder = args.out or (None if args.smoke or args.quick else ROOT / "results" / "ablations")
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Question: in which order should candidates get a place in the tree?
 
-Command:  python examples/ablations/scoring.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/scoring.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 5 minutes on two CPU cores with three heads to train; heads that exist are not trained again.
 Expected: cumulative log-probability best or level with small entropy weights, entropy alone far behind. The paper (Table 10,
 MATH-500, tau): 9.81; entropy 5.52; hybrid 9.81, 9.78, 9.78, 9.63, 9.27, 9.00 at weights 0.25, 0.5, 1, 2, 4, 8.

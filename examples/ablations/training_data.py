@@ -1,6 +1,6 @@
 """Question: whose answers should a head learn from: the corpus's, or the target's own, greedy or sampled?
 
-Command:  python examples/ablations/training_data.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/training_data.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 10 minutes on two CPU cores, most of it training 9 heads; heads that exist are not trained again.
 Expected: the target's own greedy answers far ahead for greedy decoding. The paper (Table 6, GSM8K, budget 256, greedy) has a
 speedup of 7.82 with the target's answers and 3.36 with the corpus's.

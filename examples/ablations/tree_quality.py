@@ -1,6 +1,6 @@
 """Question: does the target believe in the branches that the draft believes in most?
 
-Command:  python examples/ablations/tree_quality.py        (--smoke: seconds, toy sizes)
+Command:  python examples/ablations/tree_quality.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 5 minutes on two CPU cores with twelve heads to train; heads that exist are not trained again.
 Expected: gaps of a few nats with a long tail, smaller where tau is larger. The paper (Table 9, Qwen3-8B, 50 prompts): median
 gap 12.4 nats for causal and 62.8 for bidirectional blocks without decay, 27.9 and 32.7 with decay 7.
