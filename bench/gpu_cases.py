@@ -15,7 +15,7 @@ from jetflow.kernels.expand import expand_tree, expand_tree_reference
 from jetflow.kernels.top_tokens import top_tokens, top_tokens_reference
 from jetflow.kernels.tree_attention import tree_attention, tree_attention_reference
 from jetflow.kernels.walk import accept_walk, accept_walk_reference
-from jetflow.trees.sources import law_tables
+from jetflow.trees.sources import known_laws
 
 QWEN3_8B = (32, 8, 128)
 # A kernel may be at most twice as wrong as PyTorch's own attention; this is the floor below which both are rounding.
@@ -128,7 +128,7 @@ def check_expansion(device: str, smoke: bool) -> int:
         if width <= 32:
             sources.append(PairwiseSource(tokens, laws[:, 0, 0], laws[:, 1:]))
         for source in sources:
-            tables, roots = law_tables(source, depth), torch.arange(4, device=device)
+            tables, roots = known_laws(source, depth).tables(), torch.arange(4, device=device)
             found, expected = expand_tree(roots, *tables, budget), expand_tree_reference(roots, *tables, budget)
             for one, other in zip(found, expected, strict=True):
                 require(torch.equal(one, other), f"expansion {type(source).__name__} {depth} {width} {budget}: another tree")

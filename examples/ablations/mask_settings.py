@@ -3,7 +3,7 @@
 Command:  python examples/ablations/mask_settings.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 30 minutes on two CPU cores, most of it training 30 heads; heads that exist are not trained again.
 Expected: the paper (Table 7, Qwen3-8B, budget 256) has a causal head without position weights 52 % ahead of a bidirectional one.
-The laboratory has them level. Each line changes one thing that its heads and the paper's differ in: the entropy of the answers,
+The laboratory has them level. Each line changes one thing in which its heads and the paper differ: the entropy of the answers,
 the depth of the head, the size of the block, how long the head learns, and how fast.
 """
 
@@ -34,7 +34,10 @@ def main() -> None:
     found, rows, lines = [], [], []
     for name, (lab, spec) in settings(base).items():
         causal, other = (f"{name}, {mask}" for mask in ("causal", "bidirectional"))
-        pair = [Variant(causal, spec, BUDGETS, TEMPERATURES), Variant(other, replace(spec, causal=False), BUDGETS, TEMPERATURES)]
+        pair = [
+            Variant(causal, spec, BUDGETS, TEMPERATURES),
+            Variant(other, replace(spec, causal=False), BUDGETS, TEMPERATURES),
+        ]
         mine = lab.run(pair, range(args.seeds), args.workers)
         taus = Taus(mine)
         for temperature in TEMPERATURES:

@@ -1,4 +1,4 @@
-"""Expansion: the twin against growth, the Triton kernel under the interpreter against both, node for node."""
+"""Expansion: the twin and the heap against growth, the Triton kernel under the interpreter against all, node for node."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,14 @@ from safetensors.torch import load_file
 
 from jetflow import BestFirst, MarginalSource, PairwiseSource
 from jetflow.kernels.expand import expand_tree, expand_tree_reference, expansion_sizes, fits, level_sizes
-from jetflow.trees.sources import law_tables
+from jetflow.scoring.functions import cumulative_log_prob
+from jetflow.trees.growth import best_nodes, grow
+from jetflow.trees.heap import MOST_NODES, best_from_heap
+from jetflow.trees.sources import known_laws
 
 EXPANSIONS = [expand_tree_reference, pytest.param(expand_tree, marks=interpreted)]
 FIELDS = ("tokens", "parents", "depths", "scores", "num_nodes")
+SIZES = [(1, 1, 2), (1, 9, 4), (3, 4, 5), (4, 1, 9), (5, 3, 64), (7, 8, 33), (2, 5, 200), (6, 8, 4), (15, 32, 128)]
 CASES = Path(__file__).parents[1] / "data" / "tree_cases"
 
 
@@ -41,11 +45,19 @@ def pairs(batch, depth, width, seed, kind):
     return PairwiseSource(tokens, random_laws((batch, width), seed, kind), table)
 
 
+def grown(roots, source, budget):
+    """The tree as the plain path builds it, level by level."""
+    levels = min(source.max_depth, budget - 1)
+    return best_nodes(
+        grow(roots, source, cumulative_log_prob, levels=levels, frontier_size=lambda level: budget - level), budget
+    )
+
+
 def assert_grown(expand, source, budget, batch=1):
     """The tables' tree is that of growth, which runs on the CPU."""
     roots = torch.arange(batch) + 3
-    tree = BestFirst()(roots, source, budget)
-    tables = law_tables(source, min(source.max_depth, budget - 1))
+    tree = grown(roots, source, budget)
+    tables = known_laws(source, min(source.max_depth, budget - 1)).tables()
     found = expand(roots, *tables, budget)
     for name, one in zip(FIELDS, found, strict=True):
         assert torch.equal(one, getattr(tree, name)), name
@@ -62,12 +74,35 @@ def paths(tokens, parents):
 @pytest.mark.parametrize("expand", EXPANSIONS)
 @pytest.mark.parametrize("kind", ["random", "tied", "rare"])
 @pytest.mark.parametrize("source", [marginals, pairs])
-@pytest.mark.parametrize(
-    ("depth", "width", "budget"), [(1, 1, 2), (1, 9, 4), (3, 4, 5), (4, 1, 9), (5, 3, 64), (7, 8, 33), (2, 5, 200), (6, 8, 4)]
-)
+@pytest.mark.parametrize(("depth", "width", "budget"), SIZES)
 def test_trees_are_those_of_growth(expand, source, kind, depth, width, budget):
     for seed in range(1 if expand is expand_tree else 5):
         assert_grown(expand, source(2, depth, width, seed, kind), budget, batch=2)
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "rare"])
+@pytest.mark.parametrize("source", [marginals, pairs])
+@pytest.mark.parametrize(("depth", "width", "budget"), SIZES)
+def test_trees_of_the_heap_are_those_of_growth(source, kind, depth, width, budget):
+    for seed in range(5):
+        given, roots = source(2, depth, width, seed, kind), torch.tensor([3, 4])
+        tree = grown(roots, given, budget)
+        found = best_from_heap(roots, *known_laws(given, min(depth, budget - 1)), budget)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(tree, name)), (seed, name)
+
+
+def test_best_first_takes_the_heap_for_few_nodes_with_laws(monkeypatch):
+    few, roots = pairs(2, 4, 5, 0, "tied"), torch.tensor([3, 4])
+    unknown = marginals(2, 2, 4, 0, "random")
+    unknown.log_probs[0, 1, 1] = float("nan")
+    wanted = [BestFirst()(roots, few, 20), BestFirst()(roots, unknown, 6), BestFirst()(roots, few, MOST_NODES)]
+    assert wanted[1].scores.isnan().any()
+    monkeypatch.setattr("jetflow.trees.expanders.grow", None)
+    assert torch.equal(BestFirst()(roots, few, 20).tokens, wanted[0].tokens)
+    for source, budget in ((unknown, 6), (few, MOST_NODES)):
+        with pytest.raises(TypeError, match="not callable"):
+            BestFirst()(roots, source, budget)
 
 
 @pytest.mark.parametrize("expand", EXPANSIONS)
@@ -90,7 +125,7 @@ def test_published_trees(expand):
         logits = tensors[f"case{case['case']}.draft_logits"]
         source = MarginalSource.from_logits(logits, case["budget"] + 1)
         if case["budget"] > 1:
-            tables = law_tables(source, min(source.max_depth, case["budget"] - 1))
+            tables = known_laws(source, min(source.max_depth, case["budget"] - 1)).tables()
             tokens, parents, *_ = expand(torch.tensor([3]), *tables, case["budget"])
             assert paths(tokens[0].tolist(), parents[0].tolist()) == paths(case["tokens"], case["parents"])
             checked += 1
@@ -125,7 +160,7 @@ def test_other_sources_have_no_tables():
     class Odd(MarginalSource):
         """May answer something else."""
 
-    assert law_tables(Odd(torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, 1, 1)), 1) is None
+    assert known_laws(Odd(torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, 1, 1)), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -148,9 +183,9 @@ def test_wrong_arguments_are_named(change, message):
 @interpreted
 def test_what_is_too_large_is_refused_by_the_kernel_and_left_to_growth(monkeypatch):
     source = pairs(1, 3, 64, 0, "random")
-    plain = BestFirst()(torch.tensor([3]), source, 256)
+    plain = grown(torch.tensor([3]), source, 256)
     with pytest.raises(ValueError, match="needs more than 8192 sorted places"):
-        expand_tree(torch.tensor([3]), *law_tables(source, 3), 256)
+        expand_tree(torch.tensor([3]), *known_laws(source, 3).tables(), 256)
     monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor: True)
     assert torch.equal(BestFirst()(torch.tensor([3]), source, 256).tokens, plain.tokens)
 
@@ -160,9 +195,10 @@ def test_what_is_too_large_is_refused_by_the_kernel_and_left_to_growth(monkeypat
 def test_best_first_runs_the_kernel_where_kernels_run(monkeypatch, source):
     given = source(2, 4, 5, 0, "tied")
     roots = torch.tensor([3, 4])
-    plain = BestFirst()(roots, given, 20)
+    plain = grown(roots, given, 20)
     monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor: True)
     monkeypatch.setattr("jetflow.trees.expanders.grow", None)
+    monkeypatch.setattr("jetflow.trees.expanders.best_from_heap", None)
     found = BestFirst()(roots, given, 20)
     for name in FIELDS:
         assert torch.equal(getattr(found, name), getattr(plain, name)), name

@@ -17,8 +17,9 @@ from jetflow.kernels.expand import expand_tree, fits
 from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
 from jetflow.trees.growth import ask, best_nodes, compact, grow
+from jetflow.trees.heap import MOST_NODES, best_from_heap
 from jetflow.trees.ranking import best_indices
-from jetflow.trees.sources import law_tables
+from jetflow.trees.sources import KnownLaws, known_laws
 from jetflow.trees.token_tree import TokenTree
 
 
@@ -65,10 +66,11 @@ class BestFirst:
         levels = _checked_levels(root_tokens, source, budget)
         if levels < 1:
             return TokenTree.root_only(root_tokens)
-        if self.scoring is cumulative_log_prob and dispatch.runs_kernels(root_tokens):
-            tables = law_tables(source, levels)
-            if tables is not None and fits(tables.log_probs, budget):
-                return TokenTree(*expand_tree(root_tokens, *tables, budget))
+        if self.scoring is cumulative_log_prob:
+            laws = known_laws(source, levels)
+            tree = None if laws is None else _from_laws(root_tokens, laws, budget)
+            if tree is not None:
+                return tree
         ledger = grow(root_tokens, source, self.scoring, levels=levels, frontier_size=lambda level: budget - level)
         return best_nodes(ledger, budget)
 
@@ -248,6 +250,16 @@ class FixedShape:
             torch.cat(scores, dim=1).index_select(1, order),
             budget,
         )
+
+
+def _from_laws(root_tokens: Tensor, laws: KnownLaws, budget: int) -> TokenTree | None:
+    """The best trees of laws that are known, where a kernel or the host is quicker than growth."""
+    if dispatch.runs_kernels(root_tokens):
+        if fits(laws.log_probs, budget):
+            return TokenTree(*expand_tree(root_tokens, *laws.tables(), budget))
+    elif root_tokens.device.type == "cpu" and len(root_tokens) * budget <= MOST_NODES and not laws.log_probs.isnan().any():
+        return best_from_heap(root_tokens, *laws, budget)
+    return None
 
 
 def _by_rank(candidates: Candidates) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,34 @@ from jetflow.protocols import CandidateSource, Frontier
 from jetflow.scoring.functions import rest_log_prob
 from jetflow.trees.growth import safe_log_probs
 from jetflow.trees.ranking import likeliest_tokens
+
+
+class KnownLaws(NamedTuple):
+    """Laws that are known before the tree is.
+
+    Attributes:
+        tokens: int64 [B, D, K], candidates of each depth.
+        log_probs: float32 [B, D, R, K], laws over them, in the order of the candidates; R is 1, or K: one law for each
+            candidate of the depth before, of which depth 1 has equal ones.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+    def tables(self) -> LawTables:
+        """Returns them as the kernel reads them: each law best first, and where a parent's law stands."""
+        shape = self.log_probs.shape
+        tokens = self.tokens[:, :, None].expand(shape)
+        log_probs, order = self.log_probs.sort(dim=-1, descending=True, stable=True)
+        # Of equal tokens the likeliest counts; the others move to the end.
+        log_probs, again = safe_log_probs(tokens.gather(-1, order), log_probs).sort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, again)
+        if shape[2] == 1:
+            return LawTables(tokens.gather(-1, order), log_probs, None)
+        # As a parent's law is found by its token, the first candidate that holds it is meant.
+        same = self.tokens[:, :, :, None] == self.tokens[:, :, None, :]
+        columns = same.int().argmax(dim=-1)[:, :, None].expand(shape)
+        return LawTables(tokens.gather(-1, order), log_probs, columns.gather(-1, order))
 
 
 class MarginalSource:
@@ -82,11 +111,9 @@ class MarginalSource:
             raise ValueError("logits must have a law at every depth, got NaN, +inf or nothing but -inf")
         return cls(tokens if token_ids is None else token_ids[tokens], log_probs)
 
-    def tables(self, levels: int) -> LawTables:
+    def laws(self, levels: int) -> KnownLaws:
         """Returns the laws of the first `levels` depths, one of each."""
-        tokens = self.tokens[:, :levels]
-        log_probs, order = safe_log_probs(tokens, self.log_probs[:, :levels]).sort(dim=-1, descending=True, stable=True)
-        return LawTables(tokens.gather(-1, order)[:, :, None], log_probs[:, :, None], None)
+        return KnownLaws(self.tokens[:, :levels], self.log_probs[:, :levels, None])
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, 1, K] of the children at depth `level`."""
@@ -123,12 +150,7 @@ class PairwiseSource:
             )
         check_dtypes(tokens, first_log_probs, log_probs)
         self.max_depth = depth
-        self._tokens = tokens
-        # Sorted once here, so that each level only looks up rows; what follows the parent of index i stands in row i.
-        first, self._first_order = first_log_probs.sort(dim=-1, descending=True, stable=True)
-        self._first = (tokens[:, 0].gather(-1, self._first_order), first)
-        table, self._order = log_probs.sort(dim=-1, descending=True, stable=True)
-        self._rest = (tokens[:, 1:, None].expand_as(table).gather(-1, self._order), table)
+        self._tokens, self._first, self._rest = tokens, first_log_probs, log_probs
 
     @classmethod
     def from_logits(
@@ -162,39 +184,29 @@ class PairwiseSource:
         uncorrected = log_probs[:, 1:, None]
         corrected = uncorrected + additions(tokens[:, :-1], tokens[:, 1:]).float()
         if num_corrected is None:
-            table = corrected - torch.logaddexp(corrected.logsumexp(-1, keepdim=True), rest_log_prob(uncorrected))
-            return cls(tokens, log_probs[:, 0], table)
+            rest = rest_log_prob(uncorrected).expand(*corrected.shape[:-1], 1)
+            return cls(tokens, log_probs[:, 0], torch.cat([corrected, rest], dim=-1).log_softmax(dim=-1)[..., :-1])
         first = corrected[..., :num_corrected].log_softmax(-1)
         first = first + uncorrected[..., :num_corrected].logsumexp(-1, keepdim=True)
         others = uncorrected[..., num_corrected:].expand(*first.shape[:-1], -1)
         return cls(tokens, log_probs[:, 0], torch.cat([first, others], dim=-1))
 
-    def tables(self, levels: int) -> LawTables:
+    def laws(self, levels: int) -> KnownLaws:
         """Returns the laws of the first `levels` depths, one for each candidate of the depth before."""
-        count = self._tokens.shape[2]
-
-        def stacked(first: Tensor, rest: Tensor) -> Tensor:
-            return torch.cat([first[:, None, None].expand(-1, -1, count, -1), rest[:, : levels - 1]], dim=1)
-
-        tokens, log_probs = (stacked(first, rest) for first, rest in zip(self._first, self._rest, strict=True))
-        # As a parent's law is found by its token, the first column that holds it is meant.
-        same = self._tokens[:, :levels, :, None] == self._tokens[:, :levels, None, :]
-        columns = same.int().argmax(dim=-1)[:, :, None].expand_as(tokens)
-        columns = columns.gather(-1, stacked(self._first_order, self._order))
-        log_probs, order = safe_log_probs(tokens, log_probs).sort(dim=-1, descending=True, stable=True)
-        # A single candidate has a single law.
-        return LawTables(tokens.gather(-1, order), log_probs, columns.gather(-1, order) if count > 1 else None)
+        first = self._first[:, None, None].expand(-1, -1, self._first.shape[1], -1)
+        return KnownLaws(self._tokens[:, :levels], torch.cat([first, self._rest[:, : levels - 1]], dim=1))
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
         if level == 1:
-            tokens, log_probs = self._first
-            return tokens[:, None], log_probs[:, None]
-        # A parent's candidate index is found by its token.
-        index = (self._tokens[:, level - 2, None] == frontier.tokens[:, :, None]).int().argmax(dim=-1)
-        rows = index[:, :, None].expand(-1, -1, self._tokens.shape[2])
-        tokens, log_probs = self._rest
-        return tokens[:, level - 2].gather(1, rows), log_probs[:, level - 2].gather(1, rows)
+            log_probs = self._first[:, None]
+        else:
+            # A parent's candidate index is found by its token.
+            index = (self._tokens[:, level - 2, None] == frontier.tokens[:, :, None]).int().argmax(dim=-1)
+            log_probs = self._rest[:, level - 2].gather(1, index[:, :, None].expand(-1, -1, self._tokens.shape[2]))
+        # Only what is asked for is sorted.
+        log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
+        return self._tokens[:, level - 1, None].expand_as(order).gather(-1, order), log_probs
 
 
 class RecurrentSource:
@@ -233,11 +245,11 @@ class RecurrentSource:
         return self._tokens[:, level - 1, None].expand_as(order).gather(-1, order), law
 
 
-def law_tables(source: CandidateSource, levels: int) -> LawTables | None:
-    """Returns the laws of a source that are known before the tree is, for the kernel that expands them; None for others."""
+def known_laws(source: CandidateSource, levels: int) -> KnownLaws | None:
+    """Returns the laws of a source that are known before the tree is; None for other sources."""
     # Not for classes derived from them, whose answers may be others.
     if type(source) is MarginalSource or type(source) is PairwiseSource:
-        return source.tables(levels)
+        return source.laws(levels)
     return None
 
 
