@@ -2,9 +2,9 @@
 
 Command:  python examples/ablations/mask_settings.py        (--quick: 3 minutes, --smoke: seconds)
 Run time: about 30 minutes on two CPU cores, most of it training 30 heads; heads that exist are not trained again.
-Expected: the paper (Table 7, Qwen3-8B, budget 256) has a causal head without position weights 52 % ahead of a bidirectional one.
-The laboratory has them level. Each line changes one thing in which its heads and the paper differ: the entropy of the answers,
-the depth of the head, the size of the block, how long the head learns, and how fast.
+Expected: the paper (Table 7, Qwen3-8B, budget 256) has a causal head without position weights 52 % ahead of a bidirectional
+one. The laboratory has them level. Each line changes one thing in which its heads and the paper's may differ: how random the
+answers are, the depth of the head, the size of the block, how fast and how long the head learns.
 """
 
 from dataclasses import replace
