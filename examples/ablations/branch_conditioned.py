@@ -23,6 +23,7 @@ BUDGETS, TEMPERATURES = (8, 16, 32, 64, 128, 256), (0.0, 1.0)
 ORACLE, ORACLE_BUDGETS, ORACLE_TEXTS = "oracle (the target drafts)", (16,), 16
 MARGINAL, PAIRWISE, BOTH, THREE = "marginal", "pairwise", "pairwise, two passes", "pairwise, three passes"
 OLDER = ", twice the steps"
+DRAWN = (MARGINAL, PAIRWISE, THREE, "EAGLE-3", PAIRWISE + OLDER, THREE + OLDER)
 
 
 def passes(head, target, count):
@@ -92,8 +93,8 @@ def main() -> None:
     best = max((taus.tau(one.name, 16), one.name) for one in variants)
     lines.append(f"Best at budget 16 and temperature 0: {best[1]} with tau {best[0]:.2f}.")
     charts = {
-        "branch_conditioned": chart(taus, "tau by what the scores know, greedy"),
-        "branch_conditioned-sampled": chart(taus, "tau by what the scores know, temperature 1", 1.0),
+        "branch_conditioned": chart(taus, "tau by what the scores know, greedy", 0.0, DRAWN),
+        "branch_conditioned-sampled": chart(taus, "tau by what the scores know, temperature 1", 1.0, DRAWN),
     }
     results = {"figures": figures(taus), "cells": cells(found)}
     write("branch_conditioned", args, lab, results, tables=tables, lines=lines, charts=charts)

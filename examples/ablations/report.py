@@ -169,10 +169,10 @@ def cells(found: Sequence[Cell]) -> list[dict[str, Any]]:
     return [asdict(cell) for cell in found]
 
 
-def chart(taus: Taus, title: str, temperature: float = 0.0) -> dict[str, Any]:
-    """What `bench.svg.lines` draws: tau against budget with intervals."""
+def chart(taus: Taus, title: str, temperature: float = 0.0, variants: Sequence[str] | None = None) -> dict[str, Any]:
+    """What `bench.svg.lines` draws: tau against budget with intervals, of all variants or of those that are named."""
     series, bands = {}, {}
-    for variant in taus.variants:
+    for variant in taus.variants if variants is None else variants:
         budgets = [one for one in taus.budgets if taus.has(variant, one, temperature)]
         if budgets:
             series[variant] = [(one, round(taus.tau(variant, one, temperature), 3)) for one in budgets]
