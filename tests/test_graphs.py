@@ -20,10 +20,14 @@ from jetflow import (
 )
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.graphs import RecordedSteps
+from jetflow.heads.window import WindowedLayers
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
 # The interpreter and PyTorch's products of other sizes round otherwise.
 TOLERANCE = 1e-4
+
+
+WINDOWED = {"causal": False, "window": WindowedLayers(6, (0,))}
 
 
 def small_graphs(**changes):
@@ -160,7 +164,7 @@ def test_text_with_recorded_passes_is_that_of_plain_decoding(name, page_size):
 
 
 @interpreted
-@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"correction": "gated", "correction_rank": 4}])
+@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"correction": "gated", "correction_rank": 4}, WINDOWED])
 def test_recorded_drafts_are_the_plain_ones(changes):
     target = Target(make_model("qwen3"))
     head = make_head(target, **changes)

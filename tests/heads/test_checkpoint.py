@@ -98,7 +98,6 @@ def test_a_file_may_leave_open_how_deep_the_target_is():
         ({"is_causal": True, "nested": {"causal_head": False}}, "is_causal=True, dflash_config.causal_head=False"),
         ({"nested": {"causal": True, "causal_head": False}}, "contradicts itself"),
         ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=5000.0, rope_parameters.rope_theta=1.0"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
         ({"nested": {"projector_type": "domino"}}, "projector_type='domino'"),
         ({"sample_from_anchor": True, "nested": {"sample_from_anchor": False}}, "sample_from_anchor=True, dflash_config"),
         ({"draft_vocab_size": 32}, "draft_vocab_size=32 must equal vocab_size=61"),

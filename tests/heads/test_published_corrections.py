@@ -18,7 +18,8 @@ from jetflow.training.warm_start import warm_start
 DATA = Path(__file__).parents[1] / "data" / "published_corrections"
 VOCAB, SELECTED = 48, 6
 DSPARK = ["deepspec-vanilla", "deepspec-gated", "deepspec-rnn", "specforge", "speculators-anchor", "speculators-own"]
-CASES = [*DSPARK, "dflash2"]
+SELECTORS = ["dflash2", "dflash2-sliding"]
+CASES = [*DSPARK, *SELECTORS, "dflash-sliding"]
 # Both sides compute in float32, in different orders.
 TOLERANCE = 1e-4
 
@@ -78,9 +79,10 @@ def test_corrected_laws_are_those_of_the_public_code(case, target):
     torch.testing.assert_close(laws_along(drafter, numbers, root), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("case", SELECTORS)
 @torch.no_grad()
-def test_the_selector_chooses_among_the_likeliest_tokens_which_keep_their_mass(target):
-    drafter, numbers, root = drafter_of("dflash2", target)
+def test_the_selector_chooses_among_the_likeliest_tokens_which_keep_their_mass(case, target):
+    drafter, numbers, root = drafter_of(case, target)
     laws, plain = laws_along(drafter, numbers, root), numbers["logits"].log_softmax(-1)
     candidates = numbers["candidates"]
     assert candidates.shape == (3, SELECTED)
@@ -162,7 +164,6 @@ def copy_of(case, tmp_path):
         ("dflash2", {"dflash_config": {"selector_top_k": 49}}, "selector_candidates=49 must be in"),
         ("dflash2", {"dflash_config": {"conv_group_size": None}}, "conv_kernel_size=2 and conv_group_size=None"),
         ("dflash2", {"dflash_config": {"conv_group_size": 5}}, r"convolution=\(2, 5\) must be"),
-        ("dflash2", {"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
         ("dflash2", {"attention_value_scale": 0.5}, "attention_value_scale=0.5"),
         ("speculators-own", {"draft_vocab_size": 32}, "draft_vocab_size=32 must equal vocab_size=48"),
     ],

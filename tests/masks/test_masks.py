@@ -14,18 +14,19 @@ def loops(rule, batch, q_len, kv_len):
     return torch.tensor([[[bool(rule(b, q, k)) for k in range(kv_len)] for q in range(q_len)] for b in range(batch)])[:, None]
 
 
+@pytest.mark.parametrize("window", [None, 4, 6, 50])
 @pytest.mark.parametrize("causal", [True, False])
-def test_anchor_blocks_follow_the_three_rules(causal):
+def test_anchor_blocks_follow_their_rules(causal, window):
     q_len = ANCHORS.shape[1] * BLOCK
 
     def rule(b, q, k):
         block, offset = divmod(q, BLOCK)
         if k < S:
-            return k < ANCHORS[b, block]
+            return k < ANCHORS[b, block] and (window is None or k > ANCHORS[b, block] + offset - window)
         key_block, key_offset = divmod(k - S, BLOCK)
         return key_block == block and (key_offset <= offset or not causal)
 
-    built = masks.dense(masks.anchor_blocks(ANCHORS, BLOCK, S, causal=causal), 2, 1, q_len, S + q_len)
+    built = masks.dense(masks.anchor_blocks(ANCHORS, BLOCK, S, causal=causal, window=window), 2, 1, q_len, S + q_len)
     assert torch.equal(built, loops(rule, 2, q_len, S + q_len))
     assert built.any(-1).all()
 
@@ -92,12 +93,13 @@ def test_additive_is_zero_or_minus_infinity_and_refuses_empty_rows():
         masks.additive(built.float(), torch.float32)
 
 
-def test_flex_attention_with_the_block_mask_equals_the_dense_mask():
+@pytest.mark.parametrize("window", [None, 40])
+def test_flex_attention_with_the_block_mask_equals_the_dense_mask(window):
     from torch.nn.attention.flex_attention import flex_attention
 
     anchors = torch.tensor([[3, 70, 100], [50, 51, 130]])
     context, q_len = 130, 3 * 6
-    rule = masks.anchor_blocks(anchors, 6, context, causal=True)
+    rule = masks.anchor_blocks(anchors, 6, context, causal=True, window=window)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 2, q_len, 16, generator=generator)
     k, v = (torch.randn(2, 2, context + q_len, 16, generator=generator) for _ in range(2))
@@ -112,3 +114,8 @@ def test_flex_attention_with_the_block_mask_equals_the_dense_mask():
 def test_sizes_below_one_are_refused(make):
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         make()
+
+
+def test_windows_that_cut_a_block_are_refused():
+    with pytest.raises(ValueError, match="window=3 must be at least block_size=4"):
+        masks.anchor_blocks(ANCHORS, BLOCK, S, causal=True, window=3)

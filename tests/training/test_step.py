@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from jetflow import masks
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
+from jetflow.heads.window import WindowedLayers
 from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL
 from jetflow.targets import Target
 from jetflow.training import Batch, StepSettings, TeacherStates, block_loss, draft_loss, sample_anchors, supervised_slots
@@ -31,17 +32,22 @@ def target():
     return Target(Qwen3ForCausalLM(config).eval())
 
 
-@pytest.fixture(params=[True, False], ids=["causal", "bidirectional"])
+# A window of the block's own size, in one layer of two and causal where the other is not.
+WINDOW = WindowedLayers(BLOCK, (0,))
+
+
+@pytest.fixture(params=[(True, None), (False, None), (False, WINDOW)], ids=["causal", "bidirectional", "windowed"])
 def head(request, target):
     torch.manual_seed(1)
-    return make_head(target, causal=request.param)
+    causal, window = request.param
+    return make_head(target, causal=causal, window=window)
 
 
-def make_head(target, *, causal):
+def make_head(target, *, causal, window=None):
     config = DraftHeadConfig(
         hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, block_size=BLOCK,
         taps=TAPS, mask_token_id=VOCAB - 1, vocab_size=VOCAB, num_target_layers=3, target_hidden_size=16, causal=causal,
-        rope_parameters=dict(target.config.rope_parameters), max_position_embeddings=64,
+        window=window, rope_parameters=dict(target.config.rope_parameters), max_position_embeddings=64,
     )  # fmt: skip
     return BlockDraftHead(config)
 
@@ -65,7 +71,7 @@ class PerfectHead(nn.Module):
     def __init__(self, token_ids, offset=0):
         super().__init__()
         self.config = SimpleNamespace(
-            block_size=BLOCK, taps=TAPS, mask_token_id=VOCAB - 1, causal=True, correction=None, refinement=False
+            block_size=BLOCK, taps=TAPS, mask_token_id=VOCAB - 1, causal=True, window=None, correction=None, refinement=False
         )
         self.fc = nn.Linear(1, 1)
         self.token_ids, self.offset = token_ids, offset

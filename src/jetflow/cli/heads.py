@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.config import DraftHeadConfig
     from jetflow.heads.eagle_head import EagleHead
+    from jetflow.heads.window import WindowedLayers
     from jetflow.targets import Target
     from jetflow.training.rows import TrainingRows
 
@@ -47,10 +48,12 @@ def block_head(recipe: Recipe, target: Target) -> BlockDraftHead:
             raise ValueError(
                 f"[head] start_from={section.start_from!r} is an EAGLE-3 head; training starts from block heads only"
             )
+        layers = start.config.num_layers if section.num_layers is None else section.num_layers
+        causal = start.config.causal if section.causal is None else section.causal
         return warm_start(
             start, target, block_size=section.block_size,
             num_layers=section.num_layers, taps=section.taps, causal=section.causal, mask_token_id=mask_token_id,
-            correction=section.correction, correction_rank=section.correction_rank,
+            window=_window(section, layers, causal), correction=section.correction, correction_rank=section.correction_rank,
             refinement=section.refinement,
         )  # fmt: skip
     return BlockDraftHead(head_config(section, target))
@@ -83,17 +86,30 @@ def head_config(section: HeadSection, target: Target) -> DraftHeadConfig:
     """Returns the sizes of a new JetFlow or DFlash head."""
     from jetflow.heads.config import DraftHeadConfig
 
+    layers = DEFAULT_LAYERS if section.num_layers is None else section.num_layers
     return DraftHeadConfig.for_target(
         target.config,
-        num_layers=DEFAULT_LAYERS if section.num_layers is None else section.num_layers,
+        num_layers=layers,
         block_size=DEFAULT_BLOCK if section.block_size is None else section.block_size,
         mask_token_id=_mask_token_id(section, target.tokenizer),
         taps=section.taps,
         causal=section.causal is not False,
+        window=_window(section, layers, section.causal is not False),
         correction=section.correction,
         correction_rank=DEFAULT_RANK if section.correction_rank is None else section.correction_rank,
         refinement=section.refinement is True,
     )
+
+
+def _window(section: HeadSection, num_layers: int, causal: bool) -> WindowedLayers | None:
+    from jetflow.heads.window import WindowedLayers
+
+    if section.sliding_window is None:
+        if section.sliding_layers is not None:
+            raise ValueError(f"[head] sliding_layers={section.sliding_layers} needs a sliding_window")
+        return None
+    layers = range(num_layers) if section.sliding_layers is None else section.sliding_layers
+    return WindowedLayers(section.sliding_window, tuple(layers), causal)
 
 
 def _mask_token_id(section: HeadSection, tokenizer: Any) -> int:

@@ -41,6 +41,7 @@ class DataSection:
 class HeadSection:
     """`[head]`: sizes of the head. With `start_from`, what is left out is as in the head that training starts from.
 
+    `sliding_window` is that of the draft layers `sliding_layers`, all of them unless said; its causality is `causal`.
     `kind` is "block" (JetFlow, DFlash) or "eagle3", for which `fc_norm`, `norm_output` and `draft_vocab_size` are.
     """
 
@@ -51,6 +52,8 @@ class HeadSection:
     mask_token: str | None = None
     mask_token_id: int | None = None
     causal: bool | None = None
+    sliding_window: int | None = None
+    sliding_layers: list[int] | None = None
     correction: str | None = None
     correction_rank: int | None = None
     refinement: bool | None = None
@@ -122,8 +125,9 @@ SECTIONS = {
 }
 # Keys that only one kind of head has.
 BLOCK_KEYS = (
-    "head.block_size", "head.num_layers", "head.mask_token", "head.mask_token_id", "head.causal", "head.correction",
-    "head.correction_rank", "head.refinement", "head.start_from", "loss.num_frequent",
+    "head.block_size", "head.num_layers", "head.mask_token", "head.mask_token_id", "head.causal", "head.sliding_window",
+    "head.sliding_layers", "head.correction", "head.correction_rank", "head.refinement", "head.start_from",
+    "loss.num_frequent",
 )  # fmt: skip
 EAGLE_KEYS = ("head.fc_norm", "head.norm_output", "head.draft_vocab_size", "loss.num_unroll")
 

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from jetflow.heads.block_attention import block_attention
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.context_cache import HeadCache
 from jetflow.heads.convolution import BlockConvolution, convolved
 from jetflow.heads.corrections import PairwiseCorrection
 from jetflow.heads.rope import RotaryEmbedding, rotate
 from jetflow.heads.vocabulary_corrections import make_correction
-from jetflow.kernels import dispatch
-from jetflow.kernels.ancestors import pack_bits
 from jetflow.kernels.masked_attention import block_masked_attention, masked_attention
-from jetflow.kernels.tree_attention import tree_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -158,7 +156,8 @@ class BlockDraftHead(nn.Module):
         """
         self._check_features(features)
         counts = num_tokens.tolist() if isinstance(num_tokens, Tensor) else list(num_tokens)
-        rotation = self._rotary(self._positions(cache, features.shape[1]), features.dtype)
+        positions = cache.starts[:, None] + torch.arange(features.shape[1], device=features.device)
+        rotation = self._rotary(positions, features.dtype)
         projected = self._project_context(features, rotation)
         cache.append(torch.stack([torch.stack(pair) for pair in projected]), counts)
 
@@ -169,7 +168,8 @@ class BlockDraftHead(nn.Module):
             block_embeds: float [B, T, H], embeddings of root and mask tokens, or of the nodes of a tree; for blocks T may
                 be below the block size.
             cache: the rows' context; the root's position is the row's length.
-            in_block_mask: bool [T, T] or [B, T, T], which slots see each other.
+            in_block_mask: bool [T, T] or [B, T, T], which slots see each other; in windowed layers that are causal beside
+                bidirectional ones, only those before them.
             depths: int64 [B, T], places of the slots behind the root; 0, 1, 2, ... when absent.
 
         Returns:
@@ -178,10 +178,12 @@ class BlockDraftHead(nn.Module):
             head has refinement.
         """
         size = block_embeds.shape[1]
-        rotation = self._rotary(self._positions(cache, size, depths), block_embeds.dtype)
+        if depths is None:
+            depths = torch.arange(size, device=block_embeds.device)[None]
+        rotation = self._rotary(cache.starts[:, None] + depths, block_embeds.dtype)
         if not cache.is_static:
             cache.reserve(size)
-        attend = self._decode_attention(cache, in_block_mask)
+        attend = block_attention(self.config, cache, in_block_mask, depths)
         states = block_embeds
         for index, layer in enumerate(self.layers):
             states = layer(states, rotation, partial(attend, index))
@@ -194,6 +196,7 @@ class BlockDraftHead(nn.Module):
         block_positions: Tensor,
         mask: Tensor | BlockMask,
         previous_embeds: Tensor | None = None,
+        window_mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """Runs packed blocks over a whole context, as training does.
 
@@ -204,12 +207,14 @@ class BlockDraftHead(nn.Module):
             mask: bool [B, 1, Q, S + Q] or a BlockMask of that size; keys are context first, then blocks.
             previous_embeds: float [B, Q, H], for a head with a correction: embeddings of the tokens before those that the
                 slots predict; rows of zeros leave their slots uncorrected, and so does None all slots.
+            window_mask: like `mask`, for the layers of `config.window`, and only for a head that has some.
 
         Returns:
             float [B, Q, H], final-normed hidden states, corrected by the path before each slot.
 
         Raises:
-            ValueError: `features` has another width than the head reads, or the head has parts that are not trained here.
+            ValueError: `features` has another width than the head reads, `window_mask` is there without windowed layers or
+                the other way round, or the head has parts that are not trained here.
         """
         self._check_features(features)
         if not self.config.is_plain:
@@ -217,12 +222,19 @@ class BlockDraftHead(nn.Module):
                 f"a head with correction={self.config.correction!r} and {self.config.published} cannot be trained on; "
                 "JetFlow and DFlash heads can"
             )
+        window = self.config.window
+        if (window is None) != (window_mask is None):
+            given = "absent" if window_mask is None else "given"
+            raise ValueError(
+                f"window_mask goes with a head that has windowed layers; it is {given}, the head's window={window}"
+            )
         positions = torch.arange(features.shape[1], device=features.device)[None]
         context = self._project_context(features, self._rotary(positions, features.dtype))
         rotation = self._rotary(block_positions, block_embeds.dtype)
         states = block_embeds
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            attend = partial(_attend_behind, keys_values, mask)
+        near = {} if window is None or window_mask is None else dict.fromkeys(window.layers, window_mask)
+        for index, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True)):
+            attend = partial(_attend_behind, keys_values, near.get(index, mask))
             if self.activation_checkpointing and torch.is_grad_enabled():
                 states = checkpoint(layer, states, rotation, attend, use_reentrant=False)
             else:
@@ -237,45 +249,6 @@ class BlockDraftHead(nn.Module):
         """Fuses the tapped states and projects them to every layer's keys and values; they are normed once, here."""
         fused = self.hidden_norm(self.fc(features))
         return [cast(DraftLayer, layer).self_attn.project(fused, rotation) for layer in self.layers]
-
-    def _positions(self, cache: HeadCache, num_tokens: int, depths: Tensor | None = None) -> Tensor:
-        return cache.starts[:, None] + (torch.arange(num_tokens, device=self.fc.weight.device) if depths is None else depths)
-
-    def _decode_attention(self, cache: HeadCache, in_block_mask: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        """Attention of a layer over its cached context and the block: a block is a special tree behind a prefix."""
-        # A mask over all keys would depend on the lengths, which a recorded pass must not.
-        if cache.is_static or dispatch.runs_kernels(in_block_mask):
-            rows, size = len(cache.lengths), in_block_mask.shape[-1]
-            counts = torch.arange(rows + 1, dtype=torch.int32, device=in_block_mask.device)
-            packed: dict[str, Any] = {
-                "bits": pack_bits(in_block_mask).expand(rows, size, -1).flatten(0, 1),
-                "row_starts": counts * size,
-                "prefix_lens": cache.starts.int(),
-                # Read for windows alone, which heads do not have.
-                "depths": torch.zeros(rows * size, dtype=torch.int32, device=in_block_mask.device),
-                "max_nodes": size,
-                "max_prefix": cache.longest,
-            }
-
-            def by_kernel(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                nodes = queries.transpose(1, 2)
-                out, _ = tree_attention(nodes.flatten(0, 1).contiguous(), *cache.write_block(index, keys, values), **packed)
-                return out.view_as(nodes).transpose(1, 2)
-
-            return by_kernel
-        mask = self._decode_mask(cache, in_block_mask)
-        return lambda index, queries, keys, values: masked_attention(queries, *cache.write_block(index, keys, values), mask)
-
-    def _decode_mask(self, cache: HeadCache, in_block_mask: Tensor) -> Tensor:
-        """Returns bool [B, 1, T, longest context + T]; row b's block begins at its own length."""
-        rows, size, longest, device = len(cache.lengths), in_block_mask.shape[-1], max(cache.lengths), in_block_mask.device
-        block = in_block_mask.expand(rows, size, size)
-        if not cache.is_ragged:
-            return torch.cat([block.new_ones(rows, size, longest), block], dim=-1)[:, None]
-        places = torch.arange(longest + size, device=device) - torch.tensor(cache.lengths, device=device)[:, None]
-        inside = ((places >= 0) & (places < size))[:, None]
-        block = block.gather(2, places.clamp(0, size - 1)[:, None].expand(-1, size, -1)) & inside
-        return (block | (places < 0)[:, None])[:, None]
 
     def _check_features(self, features: Tensor) -> None:
         if features.shape[-1] != self.fc.in_features:

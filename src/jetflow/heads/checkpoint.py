@@ -23,6 +23,7 @@ from jetflow.heads.eagle_checkpoint import eagle_files, is_eagle_config, read_ea
 from jetflow.heads.eagle_head import EagleHead
 from jetflow.heads.files import CORRECTION, WEIGHTS, head_folder, need, read_rope, read_tensors
 from jetflow.heads.published import FOREIGN_TENSORS, published_name, published_settings, published_tensors
+from jetflow.heads.window import read_window, write_window
 
 FREQUENT = "frequent_tokens.json"
 
@@ -142,6 +143,11 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         # Speculators count the embedding as layer 0.
         taps = [tap - 1 for tap in _only_value("aux_hidden_state_layer_ids", raw, nested)]
     width, heads = need(sizes, "hidden_size"), need(sizes, "num_attention_heads")
+    causal = _causal(raw, nested)
+    window = read_window(raw, sizes, causal)
+    if causal is None:
+        # Bidirectional, but for windowed layers where all of them are.
+        causal = window is not None and window.causal and len(window.layers) == sizes["num_hidden_layers"]
     return DraftHeadConfig(
         hidden_size=width,
         intermediate_size=need(sizes, "intermediate_size"),
@@ -155,7 +161,8 @@ def read_config(raw: Mapping[str, Any]) -> DraftHeadConfig:
         vocab_size=raw.get("vocab_size") or need(sizes, "vocab_size"),
         num_target_layers=_only_value("num_target_layers", raw, nested, required=False),
         target_hidden_size=_only_value("target_hidden_size", raw, nested, required=False) or width,
-        causal=_causal(raw, nested),
+        causal=causal,
+        window=window,
         rms_norm_eps=sizes.get("rms_norm_eps", 1e-6),
         rope_parameters=read_rope(sizes),
         max_position_embeddings=sizes.get("max_position_embeddings", 32768),
@@ -169,19 +176,20 @@ def write_config(config: DraftHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the `config.json` that JetSpec, vLLM and `read_config` read."""
     rope = dict(config.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    # A flag speaks for all layers; without one, readers take windowed layers as causal and the others as not.
+    by_layer = config.window is not None and config.window.causal != config.causal
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
-        "is_causal": config.causal,
+        **({} if by_layer else {"is_causal": config.causal}),
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.taps),
             "target_hidden_size": config.target_hidden_size,
             # JetSpec reads the first, vLLM the second.
-            "causal_head": config.causal,
-            "causal": config.causal,
+            **({} if by_layer else {"causal_head": config.causal, "causal": config.causal}),
         },
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -197,9 +205,7 @@ def write_config(config: DraftHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
         "max_position_embeddings": config.max_position_embeddings,
-        "layer_types": ["full_attention"] * config.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        **write_window(config.window, config.num_layers),
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -225,8 +231,8 @@ def _corrections(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str,
     return {**published, **own}
 
 
-def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    """Resolves the in-block rule from every spelling; without any the head is bidirectional."""
+def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool | None:
+    """Resolves the in-block rule of all layers from every spelling; None where there is none of them."""
     flags = {
         "is_causal": raw.get("is_causal"),
         "dflash_config.causal": nested.get("causal"),
@@ -238,7 +244,7 @@ def _causal(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
         return True
     if len(set(given.values())) > 1:
         raise ValueError("config.json contradicts itself: " + ", ".join(f"{k}={v}" for k, v in given.items()))
-    return next(iter(given.values()), False)
+    return next(iter(given.values()), None)
 
 
 def _only_value(key: str, raw: Mapping[str, Any], nested: Mapping[str, Any], *, required: bool = True) -> Any:
@@ -253,10 +259,7 @@ def _only_value(key: str, raw: Mapping[str, Any], nested: Mapping[str, Any], *, 
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    sliding = "sliding_attention" in (sizes.get("layer_types") or ())
-    if sliding or raw.get("use_swa") or nested.get("use_swa") or sizes.get("use_sliding_window"):
-        raise ValueError("config.json asks for sliding-window draft layers, which are not supported yet")
-    for key in ("attention_sink_bias", "attention_value_scale"):
+    for key in ("use_swa", "attention_sink_bias", "attention_value_scale"):
         if raw.get(key) or nested.get(key):
             raise ValueError(f"config.json asks for {key}={raw.get(key) or nested.get(key)}, which is not supported")
     draft_vocab = raw.get("draft_vocab_size")

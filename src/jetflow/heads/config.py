@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetflow.heads.window import WindowedLayers
+
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Those that training makes, and those that are only read from others' checkpoints.
 FACTORED_CORRECTIONS = ("pairwise", "gated", "recurrent")
@@ -55,6 +57,7 @@ class DraftHeadConfig:
         num_target_layers: decoder layers of the target; None where its file does not say.
         target_hidden_size: width of the tapped states.
         causal: in-block attention; True for JetFlow, False for DFlash (bidirectional).
+        window: layers that see the last positions alone; None where all see everything.
         rms_norm_eps: epsilon of all norms.
         rope_parameters: transformers' spelling, with `rope_type` and `rope_theta`.
         max_position_embeddings: positions that the rotary embedding is made for.
@@ -82,6 +85,7 @@ class DraftHeadConfig:
     num_target_layers: int | None
     target_hidden_size: int
     causal: bool = True
+    window: WindowedLayers | None = None
     rms_norm_eps: float = 1e-6
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
     max_position_embeddings: int = 32768
@@ -133,6 +137,8 @@ class DraftHeadConfig:
             raise ValueError(f"correction must be one of {', '.join(kinds)}, got {self.correction!r}")
         if self.correction is not None and self.correction_rank < 1:
             raise ValueError(f"correction_rank must be at least 1, got {self.correction_rank}")
+        if self.window is not None:
+            self.window.check(num_layers=self.num_layers, block_size=self.block_size, causal=self.causal)
         self._check_published()
 
     def _check_published(self) -> None:
@@ -164,6 +170,7 @@ class DraftHeadConfig:
         mask_token_id: int,
         taps: Sequence[int] | None = None,
         causal: bool = True,
+        window: WindowedLayers | None = None,
         correction: str | None = None,
         correction_rank: int = 128,
         refinement: bool = False,
@@ -177,6 +184,7 @@ class DraftHeadConfig:
             mask_token_id: a token that texts do not hold.
             taps: tapped layers; `default_taps` when absent.
             causal: in-block attention.
+            window: layers that see the last positions alone.
             correction: kind of correction.
             correction_rank: its rank.
             refinement: slots that hold a token predict the next one.
@@ -197,6 +205,7 @@ class DraftHeadConfig:
             num_target_layers=depth,
             target_hidden_size=width,
             causal=causal,
+            window=window,
             rms_norm_eps=target_config.rms_norm_eps,
             rope_parameters=dict(target_config.rope_parameters),
             max_position_embeddings=target_config.max_position_embeddings,

@@ -7,7 +7,9 @@ T positions each.
     1. A query of block a sees context positions strictly before its anchor.
     2. It sees its own block by the in-block rule: causal (JetFlow, positions up to its own) or all of it (DFlash).
     3. Where a row holds several documents, it sees context of its anchor's document only.
-    4. It sees nothing else; in particular no other block.
+    4. With a window it sees context positions above its own minus the window only; slot i of block a is at
+       `anchors[b, a] + i`. Blocks are no longer than a window, so that none is cut.
+    5. It sees nothing else; in particular no other block.
 
 Layout of a tree (verification): row b's keys are `[its prefix_lens[b] committed tokens | its N nodes]`, queries are the
 N nodes.
@@ -120,8 +122,29 @@ def anchor_document(anchors: Tensor, block_size: int, document_ids: Tensor) -> M
     return rule
 
 
+def context_in_window(anchors: Tensor, block_size: int, window: int) -> MaskMod:
+    """Slot i of block a sees context positions above `anchors[b, a] + i - window`; anchors are int64 [B, A].
+
+    Raises:
+        ValueError: `window` is below `block_size`.
+    """
+    if window < block_size:
+        raise ValueError(f"window={window} must be at least block_size={block_size}")
+
+    def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx > anchors[b, q_idx // block_size] + q_idx % block_size - window
+
+    return rule
+
+
 def anchor_blocks(
-    anchors: Tensor, block_size: int, context_len: int, *, causal: bool, document_ids: Tensor | None = None
+    anchors: Tensor,
+    block_size: int,
+    context_len: int,
+    *,
+    causal: bool,
+    document_ids: Tensor | None = None,
+    window: int | None = None,
 ) -> MaskMod:
     """The packed training mask: context before the anchor, or the query's own block.
 
@@ -131,8 +154,14 @@ def anchor_blocks(
         context_len: context positions S, which come first among the keys.
         causal: in-block rule; see `in_block`.
         document_ids: int64 [B, S], for rows that hold several documents; a block sees that of its anchor only.
+        window: sliding window in positions, the query's own included; none when absent.
+
+    Raises:
+        ValueError: `block_size` is below 1, or `window` below `block_size`.
     """
     context = context_before_anchor(anchors, block_size, context_len)
+    if window is not None:
+        context = and_masks(context, context_in_window(anchors, block_size, window))
     if document_ids is not None:
         context = and_masks(context, anchor_document(anchors, block_size, document_ids))
     return or_masks(context, in_block(causal=causal, block_size=block_size, context_len=context_len))

@@ -9,12 +9,20 @@ Dimension key: B batch, S sequence, A anchors, T block size, D slots after the a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from jetflow import masks
 from jetflow.heads.config import DraftHeadConfig
 from jetflow.targets import Target
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskForm = Callable[..., "Tensor | BlockMask"]
 # The golden section: its multiples, taken modulo 1, fill the unit interval evenly however many there are.
 GOLDEN = 0.6180339887498949
 
@@ -59,6 +67,32 @@ def block_tokens(token_ids: Tensor, anchors: Tensor, visible: Tensor, config: Dr
     slots = torch.arange(config.block_size, device=anchors.device)
     tokens = _tokens_at(token_ids, anchors.unsqueeze(-1) + slots)
     return torch.where(slots <= visible[:, None], tokens, config.mask_token_id)
+
+
+def attention_masks(
+    config: DraftHeadConfig, anchors: Tensor, context_len: int, document_ids: Tensor | None, mask_form: MaskForm
+) -> dict[str, Tensor | BlockMask]:
+    """Returns the head's `mask` for packed blocks, and a `window_mask` where it has windowed layers.
+
+    Args:
+        config: of the head.
+        anchors: int64 [B, A].
+        context_len: S.
+        document_ids: int64 [B, S], or None for one document per row.
+        mask_form: how they are stored, such as `masks.dense`.
+    """
+    rows, queries = anchors.shape[0], anchors.shape[1] * config.block_size
+
+    def built(causal: bool, window: int | None) -> Tensor | BlockMask:
+        rule = masks.anchor_blocks(
+            anchors, config.block_size, context_len, causal=causal, document_ids=document_ids, window=window
+        )
+        return mask_form(rule, rows, 1, queries, context_len + queries, device=anchors.device)
+
+    found = {"mask": built(config.causal, None)}
+    if config.window is not None:
+        found["window_mask"] = built(config.window.causal, config.window.size)
+    return found
 
 
 def slot_places(slots: Tensor, by_block: bool) -> tuple[Tensor, Tensor, Tensor]:

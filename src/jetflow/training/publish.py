@@ -159,6 +159,8 @@ def _described(head: DraftHeadConfig | EagleHeadConfig) -> tuple[str, str, str]:
         return "An EAGLE-3 draft head", ", ".join([sizes, *flags]), ""
     kind = "causal" if head.causal else "bidirectional"
     sizes = f"{head.num_layers} layers, block size {head.block_size}, {kind} in the block"
+    if head.window is not None:
+        sizes += f", sliding window of {head.window.size} in layers {', '.join(map(str, head.window.layers))}"
     correction = ""
     if head.correction is not None:
         kind_and_rank = f"{head.correction} correction of rank {head.correction_rank}"

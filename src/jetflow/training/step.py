@@ -6,7 +6,6 @@ whole batch, V vocabulary, H hidden size of the head, k tapped layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +16,15 @@ from jetflow.losses import exponential_position_weights, weighted_mean
 from jetflow.losses.divergences import IGNORED_LABEL
 from jetflow.protocols import Loss
 from jetflow.training.anchors import sample_anchors, supervised_slots
-from jetflow.training.blocks import block_tokens, predicting_slots, previous_embeds, slot_places, visible_prefixes
+from jetflow.training.blocks import (
+    MaskForm,
+    attention_masks,
+    block_tokens,
+    predicting_slots,
+    previous_embeds,
+    slot_places,
+    visible_prefixes,
+)
 from jetflow.training.chunked import chunked_sum
 from jetflow.training.vocabulary import FrozenLMHead, SampledVocabulary
 
@@ -25,10 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from jetflow.heads.block_draft_head import BlockDraftHead
-    from jetflow.heads.config import DraftHeadConfig
     from jetflow.targets import Target
-
-MaskForm = Callable[..., "Tensor | BlockMask"]
 
 
 class Batch(NamedTuple):
@@ -254,17 +258,21 @@ def _run_head(
     features: Tensor,
 ) -> Tensor:
     """Hidden states [B, A, T, H] of all slots, corrected where they learn a correction."""
-    block_embeds, positions, mask = _packed_blocks(head.config, target, batch, anchors, visible, settings.mask_form)
     dtype, block_size = next(head.parameters()).dtype, head.config.block_size
-    path: dict[str, Tensor] = {}
+    with torch.no_grad():
+        block_embeds = target.embed(block_tokens(batch.token_ids, anchors, visible, head.config).flatten(1))
+    positions = (anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)).flatten(1)
+    options: dict[str, Tensor | BlockMask] = attention_masks(
+        head.config, anchors, batch.token_ids.shape[1], batch.document_ids, settings.mask_form
+    )
     if head.config.correction is not None:
         share = settings.marginal_share
         embeds = previous_embeds(
             target, batch.token_ids, anchors, visible,
             block_size=block_size, marginal_share=share, correct_filled=head.config.corrects_filled,
         )  # fmt: skip
-        path["previous_embeds"] = embeds.to(dtype)
-    hidden = head(block_embeds.to(dtype), features.to(dtype), positions, mask, **path)
+        options["previous_embeds"] = embeds.to(dtype)
+    hidden = head(block_embeds.to(dtype), features.to(dtype), positions, **options)
     return hidden.unflatten(1, (-1, block_size))
 
 
@@ -280,17 +288,3 @@ def slot_metrics(statistics: Tensor, slots: Tensor, valid: Tensor) -> dict[str, 
         "expected_acceptance_length": weighted_mean(1 + path_probs.sum(-1), valid.float()),
         "num_anchors": valid.sum(),
     }
-
-
-def _packed_blocks(
-    config: DraftHeadConfig, target: Target, batch: Batch, anchors: Tensor, visible: Tensor, mask_form: MaskForm
-) -> tuple[Tensor, Tensor, Tensor | BlockMask]:
-    """Lays out the blocks: embeddings [B, A * T, H], positions [B, A * T] and the mask."""
-    rows, length = batch.token_ids.shape
-    num_anchors, size = anchors.shape[1], config.block_size
-    with torch.no_grad():
-        block_embeds = target.embed(block_tokens(batch.token_ids, anchors, visible, config).flatten(1))
-    positions = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
-    rule = masks.anchor_blocks(anchors, size, length, causal=config.causal, document_ids=batch.document_ids)
-    queries = num_anchors * size
-    return block_embeds, positions, mask_form(rule, rows, 1, queries, length + queries, device=anchors.device)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from jetflow.heads.block_draft_head import BlockDraftHead
+from jetflow.heads.window import WindowedLayers
 from jetflow.targets import Target
 
 
@@ -19,6 +20,7 @@ def warm_start(
     num_layers: int | None = None,
     taps: Sequence[int] | None = None,
     causal: bool | None = None,
+    window: WindowedLayers | None = None,
     mask_token_id: int | None = None,
     correction: str | None = None,
     correction_rank: int | None = None,
@@ -27,8 +29,8 @@ def warm_start(
     """Returns a new head that holds the weights of `head` as far as they fit what is asked for.
 
     No weight depends on block size, in-block rule, mask token or target but for the widths, so these can change freely.
-    With fewer layers the first ones are kept; layers cannot be added. With another choice of taps the fusing matrix keeps
-    the columns of the taps that stay, and those of new ones start at zero.
+    With fewer layers the first ones are kept, with their windows; layers cannot be added. With another choice of taps the
+    fusing matrix keeps the columns of the taps that stay, and those of new ones start at zero.
 
     Args:
         head: the head to start from, such as a public DFlash or JetSpec head.
@@ -36,7 +38,8 @@ def warm_start(
         block_size: of the new head; as in `head` when absent, like all that follow.
         num_layers: draft layers.
         taps: tapped layers of `target`.
-        causal: in-block rule; True turns a DFlash head into a JetFlow one.
+        causal: in-block rule of all layers; True turns a DFlash head into a JetFlow one.
+        window: layers that see the last positions alone.
         mask_token_id: token that fills the positions to draft.
         correction: kind of correction; one that `head` does not have starts at zero.
         correction_rank: its rank.
@@ -67,6 +70,7 @@ def warm_start(
             num_layers=layers,
             taps=old.taps if taps is None else tuple(taps),
             causal=old.causal if causal is None else causal,
+            window=_kept_window(old.window, layers, causal) if window is None else window,
             mask_token_id=old.mask_token_id if mask_token_id is None else mask_token_id,
             correction=old.correction if correction is None else correction,
             correction_rank=old.correction_rank if correction_rank is None else correction_rank,
@@ -87,6 +91,14 @@ def warm_start(
             weights[name] = fresh
     new.load_state_dict({name: weights[name].float() for name in new.state_dict()})
     return new
+
+
+def _kept_window(window: WindowedLayers | None, num_layers: int, causal: bool | None) -> WindowedLayers | None:
+    """The windows of the first `num_layers` layers, under the in-block rule that is asked for."""
+    if window is None or min(window.layers) >= num_layers:
+        return None
+    kept = tuple(index for index in window.layers if index < num_layers)
+    return replace(window, layers=kept, causal=window.causal if causal is None else causal)
 
 
 def _fused_columns(weight: torch.Tensor, old_taps: Sequence[int], new_taps: Sequence[int]) -> torch.Tensor:
