@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib", reason="training needs jetflow[train]")
 from jetflow.cli import main
 from jetflow.cli.recipe import read_recipe
 from jetflow.heads.checkpoint import load_head
+from jetflow.heads.window import WindowedLayers
 from jetflow.training.checkpoints import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -288,6 +289,25 @@ def test_a_head_with_a_correction_is_trained_published_and_trained_on(tmp_path, 
     card = (tmp_path / "more" / "head" / "README.md").read_text()
     assert "A recurrent correction of rank 8 lies in `correction/`" in card
     assert "They began with the head `run/head`." in card
+
+
+def test_a_head_with_a_sliding_window_is_trained_published_and_trained_on(tmp_path, answers, capsys):
+    text = RECIPE.replace("num_layers = 1", "num_layers = 2\ntaps = [0, 3]\nsliding_window = 20\nsliding_layers = [0]", 1)
+    text = text.replace("taps = [0, 3]\n\n", "\n")
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 0
+    folder = tmp_path / "run" / "head"
+    assert load_head(folder).config.window == WindowedLayers(20, (0,))
+    assert "causal in the block, sliding window of 20 in layers 0" in (folder / "README.md").read_text()
+    more = text.replace("sliding_window = 20\nsliding_layers = [0]", f"start_from = '{folder}'")
+    assert main(["train", str(write_recipe(tmp_path, answers, more, steps=2)), "--out", str(tmp_path / "more")]) == 0
+    assert load_head(tmp_path / "more" / "head").config.window == WindowedLayers(20, (0,))
+    for size, message in (
+        (3, "window.size=3 must be at least block_size=4"),
+        (None, "sliding_layers=[0] needs a sliding_window"),
+    ):
+        wrong = text.replace("sliding_window = 20\n", "" if size is None else f"sliding_window = {size}\n")
+        assert main(["train", str(write_recipe(tmp_path, answers, wrong)), "--out", str(tmp_path / "wrong")]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_muon_needs_whole_matrices(tmp_path, answers, capsys):
