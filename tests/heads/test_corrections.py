@@ -52,8 +52,7 @@ def drafter_behind_prompt(head, target, **options):
 
 
 def source_of(drafter, roots, width):
-    states = drafter._draft(roots, DEPTH)
-    return drafter._laws.source(states, drafter._words.logits(states), roots, width)
+    return drafter._laws.source(*drafter._laws.logits(drafter._draft(roots, DEPTH), roots[:, None]), width)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -98,7 +98,7 @@ class ParallelDrafter:
         self._passes, self._refine_nodes = passes, refine_nodes
         self._vocabulary = None if vocabulary is None else _checked_vocabulary(vocabulary, target)
         self._words = HeadWords(head, target, self._vocabulary)
-        self._laws = None if head.correction is None else ConditionalLaws(head.correction, self._words)
+        self._laws = None if head.correction is None else ConditionalLaws(head, self._words)
         self._cache: HeadCache | None = None
         self._recorded = None if graphs is None else RecordedSteps(graphs)
         size = head.config.block_size
@@ -156,10 +156,11 @@ class ParallelDrafter:
             tree = BestFirst()(context.root_tokens, source, self._refine_nodes or budget)
             context.mark("draft")
             states = self._read(tree)
-            logits = self._words.logits(states)
-            context.mark("build")
             if self._laws is not None and self._head.config.corrects_filled:
-                logits = self._laws.corrected(states, logits, tree.tokens)
+                logits = self._laws.logits(states, tree.tokens)[1]
+            else:
+                logits = self._words.logits(states)
+            context.mark("build")
             laws = MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
             source = RefinedSource(tree, (laws.tokens, laws.log_probs), source)
         return source
@@ -167,18 +168,20 @@ class ParallelDrafter:
     def _first_source(self, context: DraftContext, depth: int, width: int) -> CandidateSource:
         """What one pass over masked slots says."""
         if self._recorded is None:
-            states, logits = self._run(context.root_tokens, depth)
+            gates, logits = self._run(context.root_tokens, depth)
         else:
-            states, logits = self._replay(self._recorded, context.root_tokens, depth)
+            gates, logits = self._replay(self._recorded, context.root_tokens, depth)
         context.mark("build")
         if self._laws is not None:
-            return self._laws.source(states, logits, context.root_tokens, width)
+            return self._laws.source(gates, logits, width)
         return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
 
     def _run(self, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """States [B, depth, H] and logits [B, depth, V] behind the roots, not corrected."""
+        """Gates [B, depth, *] of a correction, or states, and logits [B, depth, V]: level 1 corrected, its path is known."""
         states = self._draft(root_tokens, depth)
-        return states, self._words.logits(states)
+        if self._laws is None:
+            return states, self._words.logits(states)
+        return self._laws.logits(states, root_tokens[:, None])
 
     def _replay(self, recorded: RecordedSteps, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The same from a recording, which is made when its bucket of prefix lengths is first used."""
@@ -186,8 +189,8 @@ class ParallelDrafter:
         longest = recorded.settings.prefix_bucket(max(self._cache.lengths))
         starts = torch.tensor(self._cache.lengths, device=root_tokens.device)
         key = (len(root_tokens), longest)
-        states, logits = recorded(key, (root_tokens, starts), partial(self._static_run, longest))
-        return states[:, :depth], logits[:, :depth]
+        gates, logits = recorded(key, (root_tokens, starts), partial(self._static_run, longest))
+        return gates[:, :depth], logits[:, :depth]
 
     def _static_run(self, longest: int, root_tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """What is recorded: nothing in it may depend on the host."""

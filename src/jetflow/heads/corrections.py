@@ -39,12 +39,16 @@ class Correction(Protocol):
         """Returns W1 and W2, float [V, R] each, given the embedding, ids -> [..., H], and the output embedding [V, H]."""
         ...
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Mixes rows [..., R] of W1, those of the last tokens of paths, with the states [..., H] of the depth behind them.
+    def gates(self, states: Tensor) -> Tensor:
+        """Returns what `mix` reads of final-normed states [..., H], whatever the paths before them: float [..., *]."""
+        ...
+
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Mixes rows [..., R] of W1, those of the last tokens of paths, with the gates of the depth behind them.
 
         Args:
             rows: float [..., R].
-            states: float [..., H], final-normed; leading dimensions as those of `rows`, or 1.
+            gates: float [..., *], see `gates`; leading dimensions as those of `rows`, or 1.
             memory: float [..., R], of the paths without their last tokens; None at the root.
 
         Returns:
@@ -85,7 +89,7 @@ class PairwiseCorrection(nn.Module):
         Returns:
             float [..., T, H].
         """
-        return states + self.up(self.mix(self.read(previous_embeds), states)[0])
+        return states + self.up(self.mix(self.read(previous_embeds), self.gates(states))[0])
 
     def read(self, embeds: Tensor) -> Tensor:
         """Turns token embeddings [..., H] into their rows of W1, [..., R]."""
@@ -97,14 +101,13 @@ class PairwiseCorrection(nn.Module):
         rows = torch.cat([self.read(embed(part)) for part in tokens.split(TOKENS_AT_ONCE)])
         return rows, output_weight @ self.up.weight
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """See `Correction`."""
-        return rows if self.gate is None else rows * self.scales(states), None
+    def gates(self, states: Tensor) -> Tensor:
+        """See `Correction`; [..., R] where there is a gate."""
+        return states if self.gate is None else 2 * self.gate(states).sigmoid()
 
-    def scales(self, states: Tensor) -> Tensor:
-        """Returns the gates [..., R] of hidden states [..., H]."""
-        assert self.gate is not None, "only gated corrections have scales"
-        return 2 * self.gate(states).sigmoid()
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Correction`."""
+        return rows if self.gate is None else rows * gates, None
 
 
 class RecurrentCorrection(PairwiseCorrection):
@@ -125,7 +128,7 @@ class RecurrentCorrection(PairwiseCorrection):
 
     def forward(self, states: Tensor, previous_embeds: Tensor) -> Tensor:
         """Corrects hidden states; arguments and result as for the pairwise correction."""
-        inputs, scales = self.read(previous_embeds), self.scales(states)
+        inputs, gates = self.read(previous_embeds), self.gates(states)
         # A slot without a token before it is left as it is, and so is the memory.
         known = (previous_embeds != 0).any(-1, keepdim=True)
         memory = torch.zeros_like(inputs[..., 0, :])
@@ -133,12 +136,12 @@ class RecurrentCorrection(PairwiseCorrection):
         for slot in range(inputs.shape[-2]):
             memory = torch.where(known[..., slot, :], self.step(inputs[..., slot, :], memory), memory)
             mixed.append(inputs[..., slot, :] + memory)
-        return states + self.up(torch.stack(mixed, dim=-2) * scales * known)
+        return states + self.up(torch.stack(mixed, dim=-2) * gates * known)
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See `Correction`."""
         memory = self.step(rows, torch.zeros_like(rows) if memory is None else memory)
-        return (rows + memory) * self.scales(states), memory
+        return (rows + memory) * gates, memory
 
     def step(self, inputs: Tensor, memory: Tensor) -> Tensor:
         """Advances memories [..., R] by what `read` made of their next tokens, [..., R]."""

@@ -38,7 +38,11 @@ class MarkovCorrection(nn.Module):
         """See `Correction`."""
         return self.markov_w1.weight, self.markov_w2.weight
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def gates(self, states: Tensor) -> Tensor:
+        """See `Correction`; the plain kind has none."""
+        return states
+
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See `Correction`."""
         return rows, None
 
@@ -56,9 +60,13 @@ class GatedMarkovCorrection(MarkovCorrection):
         super().__init__(vocab_size, hidden_size, rank)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def gates(self, states: Tensor) -> Tensor:
         """See `Correction`."""
-        return rows * _project(self.gate_proj, states, rows).sigmoid(), None
+        return linear(states, self.gate_proj.weight[:, : states.shape[-1]], self.gate_proj.bias)
+
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Correction`."""
+        return rows * (gates + linear(rows, self.gate_proj.weight[:, -rows.shape[-1] :])).sigmoid(), None
 
 
 class RecurrentMarkovCorrection(MarkovCorrection):
@@ -78,10 +86,15 @@ class RecurrentMarkovCorrection(MarkovCorrection):
         super().__init__(vocab_size, hidden_size, rank)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def gates(self, states: Tensor) -> Tensor:
         """See `Correction`."""
-        memory = torch.zeros_like(rows) if memory is None else memory
-        gate, candidate, output = _project(self.joint_proj, memory, rows, states).chunk(3, dim=-1)
+        return linear(states, self.joint_proj.weight[:, -states.shape[-1] :], self.joint_proj.bias)
+
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Correction`."""
+        memory, rank = torch.zeros_like(rows) if memory is None else memory, rows.shape[-1]
+        of_memory, of_rows = self.joint_proj.weight[:, : 2 * rank].split(rank, dim=1)
+        gate, candidate, output = (gates + linear(memory, of_memory) + linear(rows, of_rows)).chunk(3, dim=-1)
         keep = gate.sigmoid()
         return output.tanh(), keep * memory + (1 - keep) * candidate.tanh()
 
@@ -109,9 +122,13 @@ class SelectorCorrection(nn.Module):
         """See `Correction`."""
         return self.predecessor_codebook, self.successor_codebook
 
-    def mix(self, rows: Tensor, states: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def gates(self, states: Tensor) -> Tensor:
         """See `Correction`."""
-        return rows * self.hidden_projection(states), None
+        return self.hidden_projection(states)
+
+    def mix(self, rows: Tensor, gates: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See `Correction`."""
+        return rows * gates, None
 
 
 MARKOV_KINDS = {
@@ -133,14 +150,3 @@ def make_correction(config: DraftHeadConfig) -> PairwiseCorrection | MarkovCorre
     if kind == "recurrent":
         return RecurrentCorrection(width, rank)
     return PairwiseCorrection(width, rank, gated=kind == "gated")
-
-
-def _project(projection: nn.Linear, *inputs: Tensor) -> Tensor:
-    """Applies `projection` to the inputs [..., *] side by side, each at its own size: they broadcast, so none is copied."""
-    total: Tensor = projection.bias
-    begin = 0
-    for values in inputs:
-        end = begin + values.shape[-1]
-        total = total + linear(values, projection.weight[:, begin:end])
-        begin = end
-    return total
