@@ -18,7 +18,7 @@ from jetflow import (
     save_head,
 )
 from jetflow.losses import CrossEntropy
-from jetflow.protocols import Frontier
+from jetflow.protocols import DraftContext, Frontier
 from jetflow.training import Batch, StepSettings, block_loss
 
 KINDS = ["pairwise", "gated", "recurrent"]
@@ -110,6 +110,20 @@ def test_children_never_sum_to_more_than_one(target, kind):
         assert (log_probs[..., 1:] <= log_probs[..., :-1]).all()
         slots = torch.zeros(2, tokens.shape[2], dtype=torch.int64)
         frontier = Frontier(tokens[:, 0], slots, log_probs[:, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_tree_is_the_beginning_of_a_large_one(target, kind):
+    """A node's law is the same at every budget, so the best nodes are the same, too."""
+    drafter = drafter_behind_prompt(make_head(target, kind), target)
+    texts = [[*PROMPT, 7], [*PROMPT[::-1], 11]]
+    context = DraftContext(torch.tensor([7, 11]), torch.tensor([10, 10]), texts, max_depth=DEPTH)
+    large = drafter.propose(context, 40)
+    for budget in (2, 3, 5, 8, 20):
+        small, expected = drafter.propose(context, budget), large.first(budget)
+        assert torch.equal(small.tokens, expected.tokens)
+        assert torch.equal(small.parents, expected.parents)
+        torch.testing.assert_close(small.scores, expected.scores)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,9 @@ class ConditionalLaws:
     Args:
         head: a head with a correction.
         words: the embeddings that the head drafts with.
+
+    Attributes:
+        num_candidates: tokens of a depth that the correction chooses among; None for all.
     """
 
     @torch.no_grad()
@@ -33,6 +36,7 @@ class ConditionalLaws:
         # A factored correction of a known path goes through the output embedding with the state.
         self._up = correction.up if isinstance(correction, PairwiseCorrection) and head.config.is_plain else None
         self._words = words
+        self.num_candidates = correction.num_candidates
         self._read, self._write = self._correction.tables(words.embed, words.output_rows(slice(None))[0])
 
     @torch.no_grad()

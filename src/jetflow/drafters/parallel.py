@@ -38,9 +38,9 @@ class ParallelDrafter:
         head: the draft head, made for `target`.
         target: the frozen model; its embedding and output embedding are used.
         expander: how the tree is built from the per-depth laws; the exact best-first tree when absent.
-        width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact. For a
-            head with a correction these are the candidates of a depth; with one, or with several passes, 32 at most when
-            absent.
+        width: most children of one node; as many as the budget could hold when absent, which keeps best-first exact, with
+            several passes 32 at most. For a head with a correction these are the candidates of a depth, whatever the budget:
+            32 when absent, or as many as the correction chooses among.
         vocabulary: int64 [R], the only tokens that are drafted, such as the most frequent ones, each once. The output
             embedding then costs R / V as much, and the text stays the same; all tokens when absent.
         sampling: draw the children, for acceptors that make use of the draft's law; the likeliest ones when absent.
@@ -149,8 +149,7 @@ class ParallelDrafter:
 
     @torch.no_grad()
     def _source(self, context: DraftContext, depth: int, budget: int) -> CandidateSource:
-        conditional = self._laws is not None or self._passes > 1
-        width = self._width or (min(budget - 1, CONDITIONAL_WIDTH) if conditional else budget - 1)
+        width = self._width or self._default_width(budget)
         source = self._first_source(context, depth, width)
         for _ in range(self._passes - 1):
             tree = BestFirst()(context.root_tokens, source, self._refine_nodes or budget)
@@ -164,6 +163,13 @@ class ParallelDrafter:
             laws = MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
             source = RefinedSource(tree, (laws.tokens, laws.log_probs), source)
         return source
+
+    def _default_width(self, budget: int) -> int:
+        # Children come in the order of their laws, so that no more than the budget holds are needed; where laws are
+        # corrected, any candidate may come first.
+        if self._laws is not None:
+            return max(CONDITIONAL_WIDTH, self._laws.num_candidates or 0)
+        return min(budget - 1, CONDITIONAL_WIDTH) if self._passes > 1 else budget - 1
 
     def _first_source(self, context: DraftContext, depth: int, width: int) -> CandidateSource:
         """What one pass over masked slots says."""
