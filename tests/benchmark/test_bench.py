@@ -26,8 +26,11 @@ def data(tmp_path_factory):
     return [str(one), str(two)]
 
 
-def bench(data, out, *more):
-    arguments = ["--target", str(TINY / "target"), "--head", str(TINY / "head"), "--max-new-tokens", "24", "--dtype", "float32"]
+HEAD = ("--head", str(TINY / "head"))
+
+
+def bench(data, out, *more, head=HEAD):
+    arguments = ["--target", str(TINY / "target"), "--max-new-tokens", "24", "--dtype", "float32", *head]
     return main(["bench", *arguments, "--data", *data, "--count", "2", "--out", str(out), *more])
 
 
@@ -115,20 +118,42 @@ def test_a_run_does_not_go_on_with_other_weights_under_the_same_name(data, tmp_p
     assert "was written with head_fingerprints=" in capsys.readouterr().err
 
 
-def test_options_that_no_method_reads_are_refused(data, tmp_path, capsys):
+EAGLE = str(Path(__file__).parents[1] / "data" / "eagle" / "safeai")
+SIMULATED = ("--methods", "plain", "simulated", "--acceptance", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            [*HEAD, "--methods", "plain", "lookup"],
+            "--head belongs to the methods head, head-chain, head-fanout, eagle, merged, sim",
+        ),
+        (
+            ["--draft", str(TINY / "target"), *HEAD],
+            "--draft belongs to the methods draft, hf-assisted; got --methods plain head",
+        ),
+        (["--methods", "plain", "lookup", "--passes", "2"], "--passes belongs to the methods head,"),
+        ([*SIMULATED, "--passes", "2"], "--passes belongs to the methods head,"),
+        (["--methods", "plain", "lookup", "--frequent-tokens", "1"], "--frequent-tokens belongs to the methods head,"),
+        (["--methods", "plain", "hf", "--budgets", "8"], "--budgets belongs to the methods head,"),
+        ([*HEAD, "--acceptance", "0.5"], "--acceptance belongs to the methods simulated; got --methods plain head"),
+        ([*SIMULATED, "--head", EAGLE], "is an EAGLE-3 head; this needs a JetFlow or DFlash head"),
+        ([*SIMULATED, *HEAD, str(TINY / "head")], "--methods simulated takes the sizes of one --head, got 2"),
+        (
+            ["--methods", "eagle", "--head", EAGLE, "--frequent-tokens", "8"],
+            "--frequent-tokens is for JetFlow and DFlash heads",
+        ),
+        (["--methods", "head", *HEAD, EAGLE], f"--head {EAGLE} is read by none of --methods head"),
+        ([*HEAD, "--run-code"], "--run-code belongs to --accuracy"),
+        ([*HEAD, "--published", "JetSpec 64"], "--published JetSpec 64 draws lines into --plots, which is absent"),
+        ([*HEAD, "--from", "some.jsonl"], "--target is for measuring; --from draws what was measured"),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(data, tmp_path, capsys, options, message):
     out = tmp_path / "run.jsonl"
-    assert bench(data[:1], out, "--methods", "plain", "lookup", "--passes", "2") == 2
-    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
-    assert bench(data[:1], out, "--methods", "plain", "lookup", "--frequent-tokens", "8") == 2
-    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
-    simulated = ["--methods", "plain", "simulated", "--acceptance", "0.5"]
-    assert bench(data[:1], out, *simulated, "--passes", "2") == 2
-    assert "--passes and --frequent-tokens belong to the methods of a head" in capsys.readouterr().err
-    eagle = str(Path(__file__).parents[1] / "data" / "eagle" / "safeai")
-    assert bench(data[:1], out, *simulated, "--head", eagle) == 2
-    assert "is an EAGLE-3 head; this needs a JetFlow or DFlash head" in capsys.readouterr().err
-    assert bench(data[:1], out, "--methods", "plain", "eagle", "--head", eagle, "--frequent-tokens", "8") == 2
-    assert "--frequent-tokens is for JetFlow and DFlash heads" in capsys.readouterr().err
+    assert bench(data[:1], out, *options, head=()) == 2
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -153,7 +178,7 @@ def test_simulated_acceptance_is_marked_and_stands_alone(data, results, tmp_path
     assert bench(data[:1], tmp_path / "mixed.jsonl", *mixed) == 2
     assert "simulated and measured methods must not share a table" in capsys.readouterr().err
     assert bench(data[:1], tmp_path / "mixed.jsonl", "--methods", "plain", "simulated") == 2
-    assert "--methods simulated and --acceptance belong together" in capsys.readouterr().err
+    assert "--methods simulated needs --acceptance" in capsys.readouterr().err
     warm = ["--methods", "plain", "simulated", "--acceptance", "0.5", "--temperature", "1"]
     assert bench(data[:1], tmp_path / "mixed.jsonl", *warm) == 2
     assert "simulated needs --temperature 0, got 1.0" in capsys.readouterr().err
@@ -178,7 +203,7 @@ def test_right_answers_are_counted(data, tmp_path, capsys):
     file = tmp_path / "sums.jsonl"
     rows = [{"id": 1, "turns": ["Tom has 3 apples."], "reference": "3"}, {"id": 2, "turns": ["Hi"], "tests": ["assert True"]}]
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    assert bench([str(file)], tmp_path / "run.jsonl", "--methods", "plain", "--accuracy") == 0
+    assert bench([str(file)], tmp_path / "run.jsonl", "--methods", "plain", "--accuracy", head=()) == 0
     assert "sums, plain: " in capsys.readouterr().out
     _, records = read_results([tmp_path / "run.jsonl"])
     records[0]["text"], records[1]["text"] = "so it is 3", "x = 1"

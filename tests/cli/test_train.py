@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomllib
@@ -17,6 +18,7 @@ pytest.importorskip("matplotlib", reason="training needs jetflow[train]")
 
 from jetflow.cli import main
 from jetflow.cli.recipe import read_recipe
+from jetflow.cli.recipe_checks import check_head_keys
 from jetflow.heads.checkpoint import load_head
 from jetflow.heads.window import WindowedLayers
 from jetflow.training.checkpoints import checkpoints
@@ -226,11 +228,32 @@ def test_unknown_parts_are_named(tmp_path, answers, capsys, changes, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_passes_that_the_head_cannot_take_are_refused_before_training(tmp_path, answers, capsys):
-    recipe = write_recipe(tmp_path, answers, RECIPE.replace("per_file = 2", "per_file = 2\npasses = 2"))
-    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    assert "[evaluation] passes=2 needs [head] refinement = true" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("per_file = 2", "per_file = 2\npasses = 2", "[evaluation] passes=2 needs [head] refinement = true"),
+        ("num_anchors = 8", "num_anchors = 8\nfilled_share = 0.5", "[loss] filled_share=0.5 needs [head] refinement = true"),
+        ("num_anchors = 8", "num_anchors = 8\nmarginal_share = 0.25", "[loss] marginal_share=0.25 needs [head] correction"),
+        ("num_layers = 1", "correction_rank = 8", "[head] correction_rank=8 needs [head] correction"),
+    ],
+)
+@pytest.mark.parametrize("start_from", [False, True])
+def test_keys_that_the_head_has_no_use_for_are_refused_before_training(
+    tmp_path, answers, capsys, old, new, message, start_from
+):
+    text = RECIPE.replace(old, new)
+    if start_from:
+        text = re.sub(r"(?m)^(block_size|num_layers|taps) = .*\n", "", text)
+        text = text.replace("[head]\n", f"[head]\nstart_from = '{PAIR / 'head'}'\n")
+    assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_head_to_start_from_may_have_the_correction(tmp_path, answers):
+    """What counts is the head that is trained, not the recipe's own words."""
+    recipe = write_recipe(tmp_path, answers, RECIPE.replace("num_anchors = 8", "num_anchors = 8\nmarginal_share = 0.5"))
+    check_head_keys(read_recipe(recipe), SimpleNamespace(correction="gated", refinement=False))
 
 
 def test_mask_token_must_exist(tmp_path, answers, capsys):
@@ -292,8 +315,7 @@ def test_a_head_with_a_correction_is_trained_published_and_trained_on(tmp_path, 
 
 
 def test_a_head_with_a_sliding_window_is_trained_published_and_trained_on(tmp_path, answers, capsys):
-    text = RECIPE.replace("num_layers = 1", "num_layers = 2\ntaps = [0, 3]\nsliding_window = 20\nsliding_layers = [0]", 1)
-    text = text.replace("taps = [0, 3]\n\n", "\n")
+    text = RECIPE.replace("num_layers = 1", "num_layers = 2\nsliding_window = 20\nsliding_layers = [0]")
     assert main(["train", str(write_recipe(tmp_path, answers, text)), "--out", str(tmp_path / "run")]) == 0
     folder = tmp_path / "run" / "head"
     assert load_head(folder).config.window == WindowedLayers(20, (0,))
@@ -301,13 +323,9 @@ def test_a_head_with_a_sliding_window_is_trained_published_and_trained_on(tmp_pa
     more = text.replace("sliding_window = 20\nsliding_layers = [0]", f"start_from = '{folder}'")
     assert main(["train", str(write_recipe(tmp_path, answers, more, steps=2)), "--out", str(tmp_path / "more")]) == 0
     assert load_head(tmp_path / "more" / "head").config.window == WindowedLayers(20, (0,))
-    for size, message in (
-        (3, "window.size=3 must be at least block_size=4"),
-        (None, "sliding_layers=[0] needs a sliding_window"),
-    ):
-        wrong = text.replace("sliding_window = 20\n", "" if size is None else f"sliding_window = {size}\n")
-        assert main(["train", str(write_recipe(tmp_path, answers, wrong)), "--out", str(tmp_path / "wrong")]) == 2
-        assert message in capsys.readouterr().err
+    wrong = text.replace("sliding_window = 20", "sliding_window = 3")
+    assert main(["train", str(write_recipe(tmp_path, answers, wrong)), "--out", str(tmp_path / "wrong")]) == 2
+    assert "window.size=3 must be at least block_size=4" in capsys.readouterr().err
 
 
 def test_muon_needs_whole_matrices(tmp_path, answers, capsys):
@@ -390,14 +408,27 @@ def test_an_eagle_head_is_trained_published_and_decodes(tmp_path, answers, capsy
         (EAGLE, "causal = false", r"\[head\] causal has no meaning for a head of kind eagle3"),
         (RECIPE, "fc_norm = true", r"\[head\] fc_norm has no meaning for a head of kind block"),
         (RECIPE, "kind = 'eagle2'", "kind must be block or eagle3, got 'eagle2'"),
+        (EAGLE, "[loss]\nnum_random = 32", r"\[loss\] num_random has no meaning for a head of kind eagle3"),
+        (EAGLE, "[loss]\nmarginal_share = 0.5", r"\[loss\] marginal_share has no meaning for a head of kind eagle3"),
+        (EAGLE, "[loss]\nfilled_share = 0.5", r"\[loss\] filled_share has no meaning for a head of kind eagle3"),
+        (RECIPE, "sliding_layers = [0]", r"\[head\] sliding_layers=\[0\] needs sliding_window"),
+        (RECIPE, "[loss]\nnum_random = 32", r"\[loss\] num_random=32 needs num_frequent"),
+        (
+            RECIPE,
+            "[loss]\ntree_budget = 16",
+            r"\[loss\] tree_budget=16 needs tree_weight above 0 or name = 'tree-acceptance', got ",
+        ),
+        (RECIPE, "[loss]\ntree_temperature = 0.0", r"\[loss\] tree_temperature=0.0 needs tree_weight above 0"),
+        (RECIPE, "[loss]\ntree_weight = 0.0\ntree_budget = 8", r"tree_budget=8 needs tree_weight above 0.*tree_weight=0.0"),
         (EAGLE, "[evaluation]\npasses = 2", r"\[evaluation\] passes=2 must be 1 for a head of kind eagle3"),
         (RECIPE, "[evaluation]\npasses = 0", r"\[evaluation\] passes must be at least 1, got 0"),
     ],
 )
-def test_keys_of_the_other_kind_of_head_are_refused(tmp_path, text, new, message):
+def test_keys_that_nothing_reads_are_refused(tmp_path, text, new, message):
     path = tmp_path / "recipe.toml"
-    if new.startswith("[evaluation]"):
-        path.write_text(text.replace("[evaluation]", new))
+    if new.startswith("["):
+        section = new.split("\n")[0]
+        path.write_text(text.replace(section, new))
     else:
         path.write_text(text.replace("[loss]", f"{new}\n\n[loss]"))
     with pytest.raises(ValueError, match=message):

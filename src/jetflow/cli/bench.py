@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetflow.cli.bench_checks import DRAFT_METHODS, HEAD_METHODS, METHODS, check_bench_options
+
 if TYPE_CHECKING:
     from jetflow.benchmark.methods import Method
     from jetflow.protocols import Drafter
     from jetflow.targets import Target
 
-HEAD_METHODS = ("head", "head-chain", "head-fanout", "eagle", "merged")
-METHODS = ("plain", *HEAD_METHODS, "lookup", "draft", "simulated", "hf", "hf-lookup", "hf-assisted")
+DEFAULT_BUDGET = 16
 # Children of a popped node in the published trees.
 PUBLISHED_WIDTH = 7
 
@@ -38,7 +39,7 @@ def add_bench_command(commands: Any) -> None:
         "--templates", choices=["none", "published"], default="none", help="put prompts into published templates"
     )
     bench.add_argument("--methods", nargs="+", choices=METHODS, default=["plain", "head"])
-    bench.add_argument("--budgets", type=int, nargs="+", default=[16], help="nodes per tree, root included (default 16)")
+    bench.add_argument("--budgets", type=int, nargs="+", help="nodes per tree, root included (default 16)")
     bench.add_argument(
         "--acceptance", type=float, nargs="+", help="with simulated: rates at which a depth's first candidate is accepted"
     )
@@ -68,6 +69,7 @@ def _bench(args: argparse.Namespace) -> int:
     from jetflow.benchmark.plots import draw, published
     from jetflow.benchmark.tables import accuracies, figures_of, markdown, read_results
 
+    check_bench_options(args)
     if args.sources is None:
         _measure(args)
         args.sources = [args.out]
@@ -75,8 +77,6 @@ def _bench(args: argparse.Namespace) -> int:
     figures = figures_of(settings, records)
     table = markdown(figures)
     Console().print(Markdown(table))
-    if args.run_code and not args.accuracy:
-        raise ValueError("--run-code belongs to --accuracy")
     if args.accuracy:
         for (dataset, method), (right, answered) in accuracies(records, run_code=args.run_code).items():
             print(f"{dataset}, {method}: {right} of {answered} right")
@@ -106,20 +106,10 @@ def _measure(args: argparse.Namespace) -> None:
     from jetflow.targets import Target
     from jetflow.training.regenerate import target_fingerprint
 
-    for name in ("target", "data", "out"):
-        if getattr(args, name) is None:
-            raise ValueError(f"--{name} is needed to measure (or --from to draw what was measured)")
-    if args.count < 1 or args.skip < 0 or args.max_new_tokens < 1 or min(args.budgets) < 1:
-        raise ValueError("--count, --max-new-tokens and --budgets must be at least 1, --skip at least 0")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
     if target.tokenizer is None:
         raise ValueError(f"--target {args.target} has no tokenizer files, which text prompts need")
-    if (args.passes != 1 or args.frequent_tokens is not None) and not set(HEAD_METHODS) & set(args.methods):
-        raise ValueError(
-            f"--passes and --frequent-tokens belong to the methods of a head ({', '.join(HEAD_METHODS)}), got --methods "
-            f"{' '.join(args.methods)}"
-        )
     methods = _methods(args, target)
     refuse_mixture(methods)
     datasets = [
@@ -169,8 +159,6 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
 
     acceptor = SamplingAcceptor(args.temperature)
     found: dict[str, Method] = {"plain": DecoderMethod(SpeculativeDecoder(target, PromptLookupDrafter(), acceptor, 1))}
-    if ("simulated" in args.methods) != bool(args.acceptance):
-        raise ValueError(f"--methods simulated and --acceptance belong together, got --acceptance {args.acceptance}")
     if "simulated" in args.methods:
         found |= _simulated(args, target)
     drafters: dict[str, Any] = {}
@@ -178,14 +166,12 @@ def _methods(args: argparse.Namespace, target: Target) -> dict[str, Method]:
         drafters |= _head_drafters(args, target)
     drafters["lookup"] = PromptLookupDrafter()
     small = None
-    if {"draft", "hf-assisted"} & set(args.methods):
-        if args.draft is None:
-            raise ValueError("--methods draft and hf-assisted need --draft")
+    if set(DRAFT_METHODS) & set(args.methods):
         small = AnyTarget.from_pretrained(args.draft, dtype=target.dtype, device=args.device)
         drafters["draft"] = DraftModelDrafter(small, target)
     for method in args.methods:
         for name in [name for name in drafters if name.split(":")[0] == method]:
-            for budget in args.budgets:
+            for budget in args.budgets or [DEFAULT_BUDGET]:
                 found[f"{name}@{budget}"] = DecoderMethod(SpeculativeDecoder(target, drafters[name], acceptor, budget))
     peers: dict[str, dict[str, Any]] = {
         "hf": {},
@@ -207,17 +193,12 @@ def _head_drafters(args: argparse.Namespace, target: Target) -> dict[str, Drafte
     from jetflow.heads.eagle_head import EagleHead
     from jetflow.trees.expanders import Chain, FanoutBestFirst
 
-    wanted = [name for name in args.methods if name in HEAD_METHODS]
-    if args.head is None:
-        raise ValueError(f"--methods {', '.join(wanted)} need --head")
+    names = _head_names(args)
+    heads = [load_head(folder, dtype=target.dtype, device=args.device) for folder in args.head]
+    _check_heads(args, [isinstance(head, EagleHead) for head in heads])
     found: dict[str, Drafter] = {}
-    for folder, name in zip(args.head, _head_names(args), strict=True):
+    for folder, name, head in zip(args.head, names, heads, strict=True):
         end = f":{name}" if len(args.head) > 1 else ""
-        head = load_head(folder, dtype=target.dtype, device=args.device)
-        if isinstance(head, EagleHead) and args.frequent_tokens is not None:
-            raise ValueError(
-                f"--frequent-tokens is for JetFlow and DFlash heads; {folder} is an EAGLE-3 head, which has its own"
-            )
         vocabulary = None if args.frequent_tokens is None else load_frequent_tokens(folder, args.frequent_tokens)
         best = head_drafter(head, target, vocabulary=vocabulary, passes=args.passes)
         if isinstance(head, EagleHead):
@@ -229,12 +210,23 @@ def _head_drafters(args: argparse.Namespace, target: Target) -> dict[str, Drafte
                 found[f"{method}{end}"] = head_drafter(head, target, expander, vocabulary=vocabulary, passes=args.passes)
         # Methods take turns, and a drafter forgets at the start of each text, so that one serves both.
         found[f"merged{end}"] = MergedDrafter([best, PromptLookupDrafter()], [0.7, 0.3])
-    kinds = {name.split(":")[0] for name in found}
-    missing = [name for name in wanted if name not in kinds]
-    if missing:
-        kind = "an EAGLE-3 head" if missing[0] == "eagle" else "a JetFlow or DFlash head"
-        raise ValueError(f"--methods {missing[0]} needs {kind} among --head {' '.join(args.head)}")
     return found
+
+
+def _check_heads(args: argparse.Namespace, are_eagle: list[bool]) -> None:
+    """Every method needs a head of its kind, and every head a method."""
+    wanted = [name for name in args.methods if name in HEAD_METHODS]
+    for method in wanted:
+        if (method == "eagle") not in are_eagle:
+            kind = "an EAGLE-3 head" if method == "eagle" else "a JetFlow or DFlash head"
+            raise ValueError(f"--methods {method} needs {kind} among --head {' '.join(args.head)}")
+    for folder, is_eagle in zip(args.head, are_eagle, strict=True):
+        if is_eagle and args.frequent_tokens is not None:
+            raise ValueError(
+                f"--frequent-tokens is for JetFlow and DFlash heads; {folder} is an EAGLE-3 head, which has its own"
+            )
+        if is_eagle not in [method == "eagle" for method in wanted]:
+            raise ValueError(f"--head {folder} is read by none of --methods {' '.join(args.methods)}")
 
 
 def _head_names(args: argparse.Namespace) -> list[str]:
@@ -250,16 +242,12 @@ def _simulated(args: argparse.Namespace, target: Target) -> dict[str, Method]:
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.heads.checkpoint import load_config
 
-    if args.temperature:
-        raise ValueError(f"--methods simulated needs --temperature 0, got {args.temperature}")
-    if args.head and len(args.head) > 1:
-        raise ValueError(f"--methods simulated takes the sizes of one --head, got {len(args.head)}")
     config = load_config(args.head[0]) if args.head else simulated_config(target)
     truth = TrueText(target)
     found: dict[str, Method] = {}
     for rate in args.acceptance:
         drafter = SimulatedDrafter(target, config, truth, rate, args.seed)
-        for budget in args.budgets:
+        for budget in args.budgets or [DEFAULT_BUDGET]:
             decoder = SpeculativeDecoder(target, drafter, budget=budget)
             found[f"simulated:{rate:g}@{budget}"] = SimulatedMethod(decoder, truth)
     return found

@@ -105,8 +105,6 @@ def _window(section: HeadSection, num_layers: int, causal: bool) -> WindowedLaye
     from jetflow.heads.window import WindowedLayers
 
     if section.sliding_window is None:
-        if section.sliding_layers is not None:
-            raise ValueError(f"[head] sliding_layers={section.sliding_layers} needs a sliding_window")
         return None
     layers = range(num_layers) if section.sliding_layers is None else section.sliding_layers
     return WindowedLayers(section.sliding_window, tuple(layers), causal)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jetflow.cli.recipe_checks import check_recipe
 from jetflow.training.settings import TrainSettings
 
 try:
@@ -65,7 +66,11 @@ class HeadSection:
 
 @dataclass(frozen=True)
 class LossSection:
-    """`[loss]`: what is compared, in how many places, over which vocabulary."""
+    """`[loss]`: what is compared, in how many places, over which vocabulary.
+
+    Keys that are None unless given belong to something that must be there: a sample of the vocabulary (`num_random`), a
+    correction (`marginal_share`), refinement (`filled_share`), a loss of trees (`tree_budget`, `tree_temperature`).
+    """
 
     name: str = "forward-kl"
     temperature: float = 1.0
@@ -73,12 +78,12 @@ class LossSection:
     num_anchors: int = 512
     chunk_size: int = 1024
     num_frequent: int | None = None
-    num_random: int = 1024
-    marginal_share: float = 0.25
-    filled_share: float = 0.5
+    num_random: int | None = None
+    marginal_share: float | None = None
+    filled_share: float | None = None
     tree_weight: float = 0.0
-    tree_budget: int = 16
-    tree_temperature: float = 0.0
+    tree_budget: int | None = None
+    tree_temperature: float | None = None
     num_unroll: int | None = None
 
 
@@ -115,6 +120,7 @@ if TYPE_CHECKING:
     from jetflow.training.rows import TrainingRows
     from jetflow.training.step import StepSettings
 
+DEFAULT_NUM_RANDOM, DEFAULT_TREE_BUDGET = 1024, 16
 SECTIONS = {
     "target": TargetSection,
     "data": DataSection,
@@ -123,20 +129,13 @@ SECTIONS = {
     "train": TrainSettings,
     "evaluation": EvaluationSection,
 }
-# Keys that only one kind of head has.
-BLOCK_KEYS = (
-    "head.block_size", "head.num_layers", "head.mask_token", "head.mask_token_id", "head.causal", "head.sliding_window",
-    "head.sliding_layers", "head.correction", "head.correction_rank", "head.refinement", "head.start_from",
-    "loss.num_frequent",
-)  # fmt: skip
-EAGLE_KEYS = ("head.fc_norm", "head.norm_output", "head.draft_vocab_size", "loss.num_unroll")
 
 
 def read_recipe(path: Path) -> Recipe:
     """Reads a recipe.
 
     Raises:
-        ValueError: the file is no TOML, or a section or key is unknown, missing or of the wrong type.
+        ValueError: the file is no TOML, a section or key is unknown, missing or of the wrong type, or nothing reads a key.
         FileNotFoundError: there is no such file.
     """
     try:
@@ -150,9 +149,7 @@ def read_recipe(path: Path) -> Recipe:
         raise ValueError(f"{path}: [{unknown[0]}] is no section; known are {', '.join(SECTIONS)}")
     built = {name: _section(SECTIONS[name], value, f"{path}: [{name}]") for name, value in sections.items()}
     recipe = _section(Recipe, {**plain, **built}, str(path))
-    if recipe.loss.num_frequent is not None and recipe.loss.num_frequent < 1:
-        raise ValueError(f"{path}: [loss] num_frequent must be at least 1, got {recipe.loss.num_frequent}")
-    _check_kind(recipe, path)
+    check_recipe(recipe, path)
     return recipe
 
 
@@ -174,11 +171,12 @@ def step_settings(section: LossSection, target: Target, rows: TrainingRows) -> S
     vocabulary = None
     if section.num_frequent is not None:
         frequent = rows.frequent_tokens(target.vocab_size, section.num_frequent)
-        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=section.num_random)
+        num_random = DEFAULT_NUM_RANDOM if section.num_random is None else section.num_random
+        vocabulary = SampledVocabulary(frequent, target.vocab_size, num_random=num_random)
     form = masks.block_mask if target.device.type == "cuda" else masks.dense
-    return StepSettings(
-        _loss(section), section.decay_rate, form, section.chunk_size, vocabulary, section.marginal_share, section.filled_share
-    )
+    shares = {"marginal_share": section.marginal_share, "filled_share": section.filled_share}
+    given = {name: value for name, value in shares.items() if value is not None}
+    return StepSettings(_loss(section), section.decay_rate, form, section.chunk_size, vocabulary, **given)
 
 
 def unroll_settings(section: LossSection) -> UnrollSettings:
@@ -196,7 +194,8 @@ def unroll_settings(section: LossSection) -> UnrollSettings:
 def _loss(section: LossSection) -> Loss:
     from jetflow import losses
 
-    tree = losses.TreeAcceptance(section.tree_budget, temperature=section.tree_temperature)
+    budget = DEFAULT_TREE_BUDGET if section.tree_budget is None else section.tree_budget
+    tree = losses.TreeAcceptance(budget, temperature=section.tree_temperature or 0.0)
     known: dict[str, Any] = {
         "forward-kl": losses.ForwardKL,
         "reverse-kl": losses.ReverseKL,
@@ -218,23 +217,6 @@ def _loss(section: LossSection) -> Loss:
     if section.name == "tree-acceptance":
         raise ValueError(f"[loss] tree_weight={section.tree_weight} goes with another loss, not with tree-acceptance itself")
     return losses.MixedLoss([loss, tree], [1.0, section.tree_weight])
-
-
-def _check_kind(recipe: Recipe, path: Path) -> None:
-    kind = recipe.head.kind
-    if kind not in ("block", "eagle3"):
-        raise ValueError(f"{path}: [head] kind must be block or eagle3, got {kind!r}")
-    passes = recipe.evaluation.passes
-    if passes < 1:
-        raise ValueError(f"{path}: [evaluation] passes must be at least 1, got {passes}")
-    if kind == "eagle3" and passes != 1:
-        raise ValueError(
-            f"{path}: [evaluation] passes={passes} must be 1 for a head of kind eagle3, which steps once per level"
-        )
-    for name in EAGLE_KEYS if kind == "block" else BLOCK_KEYS:
-        section, key = name.split(".")
-        if getattr(getattr(recipe, section), key) is not None:
-            raise ValueError(f"{path}: [{section}] {key} has no meaning for a head of kind {kind}")
 
 
 def _section(kind: Any, values: Mapping[str, Any], where: str) -> Any:

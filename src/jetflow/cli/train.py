@@ -144,6 +144,7 @@ def _features(args: argparse.Namespace) -> int:
 def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, accelerator: Accelerator) -> Trainer:
     from jetflow.cli.heads import block_head, eagle_head
     from jetflow.cli.recipe import step_settings, unroll_settings
+    from jetflow.cli.recipe_checks import check_head_keys
     from jetflow.training.optimizers import adamw, muon
     from jetflow.training.trainer import Trainer
 
@@ -154,8 +155,7 @@ def _trainer(recipe: Recipe, target: Target, rows: TrainingRows, out: Path, acce
         raise ValueError("[train] shard_head does not go with optimizer muon, which needs whole matrices; use adamw")
     eagle = recipe.head.kind == "eagle3"
     head = eagle_head(recipe, target, rows) if eagle else block_head(recipe, target)
-    if recipe.evaluation.passes > 1 and not getattr(head.config, "refinement", False):
-        raise ValueError(f"[evaluation] passes={recipe.evaluation.passes} needs [head] refinement = true")
+    check_head_keys(recipe, head.config)
     return Trainer(
         head, target, rows, folder=out, settings=recipe.train,
         step_settings=unroll_settings(recipe.loss) if eagle else step_settings(recipe.loss, target, rows),
