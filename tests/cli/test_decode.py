@@ -142,6 +142,10 @@ def test_demo_compares_the_texts(pair, capsys):
             ["generate", "--target", "T", "--prompts-file", "f", "--drafter", "lookup", "--num-prompts", "0"],
             "--num-prompts must",
         ),
+        (
+            ["generate", "--target", "T", "--prompt", "x", "--drafter", "none", "--num-prompts", "2"],
+            "belongs to --prompts-file",
+        ),
         (["generate", "--target", "T", "--prompt", "x", "--drafter", "lookup", "--top-k", "3"], "--temperature above 0"),
         (["generate", "--target", "/absent/target", "--prompt", "x", "--drafter", "lookup"], "/absent/target"),
         (["demo", "--models", "absent"], "holds no tiny pair"),

@@ -275,10 +275,24 @@ def test_shipped_recipes_are_read(path):
     assert tomllib.loads(path.read_text())["target"]["name"] == recipe.target.name
 
 
-def test_endpoint_and_model_belong_together(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--endpoint", "http://localhost:1/v1"], "--endpoint and --model belong together"),
+        (["--concurrency", "4"], "--concurrency=4 is for an --endpoint"),
+        (
+            ["--endpoint", "http://localhost:1/v1", "--model", "m", "--batch-size", "4"],
+            "--batch-size=4 is for a target in this",
+        ),
+        (["--endpoint", "http://localhost:1/v1", "--model", "m", "--device", "cpu"], "--device=cpu is for a target in this"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--top-k", "4"], "top_k=4 and top_p=None need a temperature above 0"),
+    ],
+)
+def test_options_of_regenerate_that_nothing_reads_are_refused(tmp_path, capsys, options, message):
     arguments = ["--target", str(PAIR / "target"), "--prompts", str(PAIR / "heldout.jsonl"), "--out", str(tmp_path / "a")]
-    assert main(["regenerate", *arguments, "--endpoint", "http://localhost:1/v1"]) == 2
-    assert "--endpoint and --model belong together" in capsys.readouterr().err
+    assert main(["regenerate", *arguments, *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_tensorboard_that_is_not_installed_is_a_clear_error(tmp_path, answers, capsys, monkeypatch):

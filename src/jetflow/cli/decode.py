@@ -138,6 +138,8 @@ def _load_target(args: argparse.Namespace) -> Target:
         raise ValueError("give a text with --prompt (generate also takes --prompts-file)")
     if args.prompt is not None and file is not None:
         raise ValueError("--prompt and --prompts-file exclude each other")
+    if file is None and getattr(args, "num_prompts", None) is not None:
+        raise ValueError(f"--num-prompts {args.num_prompts} belongs to --prompts-file")
     if args.head is None and args.drafter is None:
         raise ValueError("give a draft head with --head, or --drafter lookup, or --drafter none for plain decoding")
     if args.head is not None and args.drafter is not None:

@@ -8,6 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+# Prompts that run together, or requests that are under way.
+AT_A_TIME = 32
+
 
 def add_regenerate_command(commands: Any) -> None:
     """Adds `regenerate` to the command line."""
@@ -23,13 +26,13 @@ def add_regenerate_command(commands: Any) -> None:
     regenerate.add_argument("--samples", type=int, default=1, help="answers to each prompt")
     regenerate.add_argument("--seed", type=int, default=0)
     regenerate.add_argument("--thinking", choices=["on", "off"], help="handed to the chat template as enable_thinking")
-    regenerate.add_argument("--batch-size", type=int, default=32, help="prompts that run together in this process")
+    regenerate.add_argument("--batch-size", type=int, help="prompts that run together in this process (default 32)")
     regenerate.add_argument("--max-prompt-tokens", type=int, help="longer prompts are left out")
     regenerate.add_argument("--endpoint", help="address of an OpenAI-compatible server that answers instead")
     regenerate.add_argument("--model", help="name of the model at the endpoint")
-    regenerate.add_argument("--concurrency", type=int, default=32, help="requests to the endpoint at a time")
+    regenerate.add_argument("--concurrency", type=int, help="requests to the endpoint at a time (default 32)")
     regenerate.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
-    regenerate.add_argument("--device", default="cpu")
+    regenerate.add_argument("--device", help="default: cpu")
     regenerate.set_defaults(run=_regenerate)
 
 
@@ -41,6 +44,11 @@ def _regenerate(args: argparse.Namespace) -> int:
 
     if (args.endpoint is None) != (args.model is None):
         raise ValueError("--endpoint and --model belong together")
+    # An endpoint has its own device and batches; this process makes no requests.
+    for name in ("concurrency",) if args.endpoint is None else ("batch_size", "max_prompt_tokens", "dtype", "device"):
+        if getattr(args, name) is not None:
+            where = "an --endpoint" if args.endpoint is None else "a target in this process, without --endpoint"
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is for {where}")
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     settings = RegenerationSettings(
@@ -76,7 +84,8 @@ def _answerer(args: argparse.Namespace, settings: Any) -> tuple[Any, str]:
         from jetflow.training.endpoint import EndpointAnswerer
 
         tokenizer = AutoTokenizer.from_pretrained(args.target)
-        answer = EndpointAnswerer(args.endpoint, args.model, tokenizer, settings, concurrency=args.concurrency)
+        concurrency = AT_A_TIME if args.concurrency is None else args.concurrency
+        answer = EndpointAnswerer(args.endpoint, args.model, tokenizer, settings, concurrency=concurrency)
         return answer, f"served:{args.model}"
     import torch
 
@@ -85,6 +94,7 @@ def _answerer(args: argparse.Namespace, settings: Any) -> tuple[Any, str]:
     from jetflow.training.regenerate import target_fingerprint
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device)
-    answerer = TargetAnswerer(target, settings, batch_size=args.batch_size, max_prompt_tokens=args.max_prompt_tokens)
+    target = Target.from_pretrained(args.target, dtype=dtype, device=args.device or "cpu")
+    batch_size = AT_A_TIME if args.batch_size is None else args.batch_size
+    answerer = TargetAnswerer(target, settings, batch_size=batch_size, max_prompt_tokens=args.max_prompt_tokens)
     return answerer, target_fingerprint(target)

@@ -30,7 +30,8 @@ class RegenerationSettings:
         template_args: arguments of the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: a number is out of its range, or several greedy answers are asked for, which would be equal.
+        ValueError: a number is out of its range, several greedy answers are asked for, which would be equal, or `top_k` or
+            `top_p` with a temperature of 0.
     """
 
     max_new_tokens: int = 512
@@ -45,6 +46,8 @@ class RegenerationSettings:
         for name in ("max_new_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} need a temperature above 0, got 0")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(f"num_samples={self.num_samples} greedy answers would be equal; set a temperature above 0")
 
