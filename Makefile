@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # On machines without a CUDA build at hand this line installs the CPU build.
 TORCH := torch==2.13.0
+APT_BROWSER := apt-get install --quiet --yes --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
-.PHONY: demo test lint docs test-docs bench bench-tiny clean
+.PHONY: demo test lint docs test-docs browser bench bench-tiny clean
 
 demo: .venv/.base
 	$(BIN)/jetflow demo
@@ -20,9 +21,13 @@ lint: .venv/.dev
 docs: .venv/.docs
 	$(BIN)/mkdocs build --strict
 
-# Looks at the built pages in a browser: Playwright's, where it can be downloaded, else one of the machine's, or CHROMIUM=PATH.
-test-docs: .venv/.test-docs
-	$(BIN)/pytest tests/test_site.py --chromium $(CHROMIUM) -rs
+# Looks at the built pages in a browser: CHROMIUM=PATH, or else Playwright's or one of the machine's.
+test-docs: .venv/.test-docs $(if $(CHROMIUM),,browser)
+	$(BIN)/pytest tests/site --chromium $(CHROMIUM) -rs
+
+# Where there is none, Playwright's is downloaded, or Debian's is installed.
+browser: .venv/.test-docs
+	$(BIN)/python tests/site/browsers.py || $(BIN)/playwright install chromium || (apt-get update --quiet && $(APT_BROWSER))
 
 bench: bench-tiny
 	$(BIN)/python -m bench.tree_building
@@ -47,7 +52,6 @@ bench-tiny: .venv/.base
 
 .venv/.test-docs: .venv/.docs
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test-docs]'
-	$(BIN)/playwright install chromium || echo "no browser could be downloaded; one of the machine's is looked for"
 	touch $@
 
 clean:

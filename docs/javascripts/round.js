@@ -2,7 +2,7 @@
 (function () {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg";
-  const COLUMN = 92, ROW = 22, CHARACTER = 7.3;
+  const ROW = 24, CHARACTER = 7.3, EDGE = 26;
 
   function element(name, attributes, text) {
     const made = document.createElementNS(SVG, name);
@@ -27,24 +27,30 @@
     return { rows, height: next };
   }
 
+  // Each node is its token and, fainter, the probability of its path; a column is as wide as its widest node.
   function drawTree(place, nodes, accepted) {
     const { rows, height } = layout(nodes);
-    const depth = Math.max(...nodes.map((node) => node.depth));
-    const width = (depth + 1) * COLUMN, tall = height * ROW + 6;
+    const size = (node) => CHARACTER * (shown(node.text).length + 1 + node.path.toFixed(2).length);
+    const starts = [4];
+    for (let depth = 0; depth <= Math.max(...nodes.map((node) => node.depth)); depth++) {
+      starts.push(starts[depth] + EDGE + Math.max(...nodes.filter((node) => node.depth === depth).map(size)));
+    }
+    const width = starts[starts.length - 1], tall = height * ROW + 6;
     const svg = element("svg", { width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": "token tree" });
     // The theme shrinks pictures to the page; this one keeps its size and is scrolled.
     svg.style.cssText = `max-width: none; width: ${width}px; height: ${tall}px`;
-    const x = (i) => nodes[i].depth * COLUMN + 4, y = (i) => rows[i] * ROW + 15;
+    const x = (i) => starts[nodes[i].depth], y = (i) => rows[i] * ROW + 15;
     nodes.forEach((node, i) => {
       if (node.parent < 0) return;
       const kept = accepted.has(i);
       svg.append(element("line", {
-        x1: x(node.parent) + CHARACTER * nodes[node.parent].text.length + 4, y1: y(node.parent) - 4, x2: x(i) - 3, y2: y(i) - 4,
+        x1: x(node.parent) + size(nodes[node.parent]) + 3, y1: y(node.parent) - 4, x2: x(i) - 3, y2: y(i) - 4,
         class: kept ? "round-kept" : "round-edge",
       }));
     });
     nodes.forEach((node, i) => {
       const label = element("text", { x: x(i), y: y(i), class: accepted.has(i) || !i ? "round-kept" : "round-node" }, shown(node.text));
+      label.append(element("tspan", { class: "round-path", dx: CHARACTER }, node.path.toFixed(2)));
       label.append(element("title", {}, `after its parent ${node.probability}, path ${node.path}`));
       svg.append(label);
     });
@@ -60,8 +66,13 @@
       nodes.filter((node) => node.depth === depth).forEach((node) => seen.set(node.text, node.probability));
       const row = table.insertRow();
       row.insertCell().textContent = `depth ${depth}`;
-      row.insertCell().textContent = [...seen].sort((a, b) => b[1] - a[1]).slice(0, 5)
-        .map(([text, p]) => `${shown(text)} ${p.toFixed(2)}`).join("   ");
+      const law = row.insertCell();
+      [...seen].sort((a, b) => b[1] - a[1]).slice(0, 5).forEach(([text, probability]) => {
+        const token = document.createElement("code"), item = document.createElement("span");
+        token.textContent = shown(text);
+        item.append(token, ` ${probability.toFixed(2)}`);
+        law.append(item, " ");
+      });
     }
     place.replaceChildren(table);
   }
