@@ -27,7 +27,7 @@ test-docs: .venv/.test-docs $(if $(CHROMIUM),,browser)
 
 # Where there is none, Playwright's is downloaded, or Debian's is installed.
 browser: .venv/.test-docs
-	$(BIN)/python tests/site/browsers.py || $(BIN)/playwright install chromium || (apt-get update --quiet && $(APT_BROWSER))
+	$(BIN)/python tests/browsers.py || $(BIN)/playwright install chromium || (apt-get update --quiet && $(APT_BROWSER))
 
 bench: bench-tiny
 	$(BIN)/python -m bench.tree_building

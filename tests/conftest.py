@@ -20,6 +20,8 @@ from transformers import (
 
 from jetflow import Target
 
+pytest_plugins = ["site_fixtures"]
+
 # Tiny matrices gain nothing from threads and stall on them where cores are shared.
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Browsers and windows to look at the docs with. `python tests/site/browsers.py` exits with 1 where there is no browser."""
+"""Browsers and windows to look at the docs with. `python tests/browsers.py` exits with 1 where there is no browser."""
 
 import shutil
 import sys

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from browsers import PATIENCE, Site, find, windows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Quiet(SimpleHTTPRequestHandler):
