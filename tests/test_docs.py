@@ -45,6 +45,14 @@ def test_public_names_have_their_place_in_the_api():
                 found = getattr(found, part)
 
 
+def test_the_page_of_installation_names_every_extra():
+    project = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"^([\w-]+) = \[", project, flags=re.MULTILINE)) == set(
+        re.findall(r"^\| `([\w-]+)` \|", page, flags=re.MULTILINE)
+    )
+
+
 def test_links_of_the_readme_lead_somewhere():
     for name in ("README.md", "CONTRIBUTING.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text()):
