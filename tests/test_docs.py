@@ -53,6 +53,12 @@ def test_the_page_of_installation_names_every_extra():
     )
 
 
+def test_every_answer_links_to_more():
+    answers = (ROOT / "docs" / "faq.md").read_text().split("\n### ")[1:]
+    assert len(answers) > 25
+    assert not [answer.splitlines()[0] for answer in answers if "](" not in answer and "][" not in answer]
+
+
 def test_links_of_the_readme_lead_somewhere():
     for name in ("README.md", "CONTRIBUTING.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text()):
