@@ -24,6 +24,15 @@ QUERIES = {
 }
 
 
+def ask(page, words: str) -> None:
+    """Asks once, with all words: while a reader types, results of the first letters come and go."""
+    box = page.locator("input.md-search__input")
+    box.click()
+    box.fill(words)
+    # The theme reads the box when a key is let go.
+    page.keyboard.press("End")
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_search_finds_pages(site, window, width):
     page = window(width)
@@ -32,8 +41,7 @@ def test_search_finds_pages(site, window, width):
         page.goto(site.address)
         if width < 600:
             page.locator("label.md-header__button[for=__search]").click()
-        page.locator("input.md-search__input").click()
-        page.keyboard.type(words)
+        ask(page, words)
         page.wait_for_selector(".md-search-result__link")
         found = page.locator(".md-search-result__item > a").evaluate_all(
             "all => all.map((one) => new URL(one.href).pathname.slice(1))"
@@ -47,18 +55,16 @@ def test_search_finds_pages(site, window, width):
 def test_a_result_opens_its_page(site, window):
     page = window(1280)
     page.goto(site.address)
-    page.locator("input.md-search__input").click()
-    page.keyboard.type("traversal verification")
+    ask(page, "traversal verification")
     page.wait_for_selector(".md-search-result__link")
     page.locator(".md-search-result__item > a", has_text="Acceptors").first.click()
     page.wait_for_url("**/parts/acceptors/**")
-    assert page.locator("article mark").count() > 0
+    assert page.locator("h1").inner_text().startswith("Acceptors")
 
 
 def test_words_that_stand_nowhere_find_nothing(site, window):
     page = window(1280)
     page.goto(site.address)
-    page.locator("input.md-search__input").click()
-    page.keyboard.type("xylophone")
+    ask(page, "xylophone")
     page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.includes('No matching')")
     assert page.locator(".md-search-result__link").count() == 0
