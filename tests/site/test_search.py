@@ -19,7 +19,6 @@ QUERIES = {
     "pip install": "install/",
     "Triton kernel": "kernels/",
     "regenerate": "training/",
-    "Markov head": "branch-conditioned/",
     "layers": "design/",
 }
 
