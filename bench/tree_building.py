@@ -17,7 +17,7 @@ import torch
 
 from jetflow import MarginalSource, PairwiseSource, TokenTree
 from jetflow.scoring import cumulative_log_prob
-from jetflow.trees.growth import best_nodes, grow
+from jetflow.trees.growth import grow_best
 from jetflow.trees.heap import best_from_heap
 
 DEPTH, WIDTH, VOCAB, REPEATS = 15, 32, 640, 60
@@ -25,8 +25,7 @@ CASES = [(1, 16), (1, 64), (1, 256), (4, 64), (8, 64), (16, 64), (4, 256)]
 
 
 def grown(roots: torch.Tensor, source, budget: int) -> TokenTree:
-    sizes = {"levels": min(DEPTH, budget - 1), "frontier_size": lambda level: budget - level}
-    return best_nodes(grow(roots, source, cumulative_log_prob, **sizes), budget)
+    return grow_best(roots, source, cumulative_log_prob, levels=min(DEPTH, budget - 1), budget=budget)
 
 
 def popped(roots: torch.Tensor, source, budget: int) -> TokenTree:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from jetflow import BestFirst, MarginalSource, PairwiseSource
 from jetflow.kernels.expand import expand_tree, expand_tree_reference, expansion_sizes, fits, level_sizes
 from jetflow.scoring.functions import cumulative_log_prob
-from jetflow.trees.growth import best_nodes, grow
+from jetflow.trees.growth import grow_best
 from jetflow.trees.heap import MOST_NODES, best_from_heap
 from jetflow.trees.sources import known_laws
 
@@ -47,10 +47,7 @@ def pairs(batch, depth, width, seed, kind):
 
 def grown(roots, source, budget):
     """The tree as the plain path builds it, level by level."""
-    levels = min(source.max_depth, budget - 1)
-    return best_nodes(
-        grow(roots, source, cumulative_log_prob, levels=levels, frontier_size=lambda level: budget - level), budget
-    )
+    return grow_best(roots, source, cumulative_log_prob, levels=min(source.max_depth, budget - 1), budget=budget)
 
 
 def assert_grown(expand, source, budget, batch=1):
@@ -98,7 +95,7 @@ def test_best_first_takes_the_heap_for_few_nodes_with_laws(monkeypatch):
     unknown.log_probs[0, 1, 1] = float("nan")
     wanted = [BestFirst()(roots, few, 20), BestFirst()(roots, unknown, 6), BestFirst()(roots, few, MOST_NODES)]
     assert wanted[1].scores.isnan().any()
-    monkeypatch.setattr("jetflow.trees.expanders.grow", None)
+    monkeypatch.setattr("jetflow.trees.expanders.grow_best", None)
     assert torch.equal(BestFirst()(roots, few, 20).tokens, wanted[0].tokens)
     for source, budget in ((unknown, 6), (few, MOST_NODES)):
         with pytest.raises(TypeError, match="not callable"):
@@ -197,7 +194,7 @@ def test_best_first_runs_the_kernel_where_kernels_run(monkeypatch, source):
     roots = torch.tensor([3, 4])
     plain = grown(roots, given, 20)
     monkeypatch.setattr("jetflow.kernels.dispatch.runs_kernels", lambda tensor: True)
-    monkeypatch.setattr("jetflow.trees.expanders.grow", None)
+    monkeypatch.setattr("jetflow.trees.expanders.grow_best", None)
     monkeypatch.setattr("jetflow.trees.expanders.best_from_heap", None)
     found = BestFirst()(roots, given, 20)
     for name in FIELDS:

@@ -16,7 +16,7 @@ from jetflow.kernels import dispatch
 from jetflow.kernels.expand import expand_tree, fits
 from jetflow.protocols import Candidates, CandidateSource, Frontier, ScoringFunction
 from jetflow.scoring.functions import cumulative_log_prob
-from jetflow.trees.growth import ask, best_nodes, compact, grow
+from jetflow.trees.growth import ask, compact, grow, grow_best
 from jetflow.trees.heap import MOST_NODES, best_from_heap
 from jetflow.trees.ranking import best_indices
 from jetflow.trees.sources import KnownLaws, known_laws
@@ -71,8 +71,7 @@ class BestFirst:
             tree = None if laws is None else _from_laws(root_tokens, laws, budget)
             if tree is not None:
                 return tree
-        ledger = grow(root_tokens, source, self.scoring, levels=levels, frontier_size=lambda level: budget - level)
-        return best_nodes(ledger, budget)
+        return grow_best(root_tokens, source, self.scoring, levels=levels, budget=budget)
 
 
 class FanoutBestFirst:

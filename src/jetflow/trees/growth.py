@@ -159,6 +159,12 @@ def safe_log_probs(tokens: Tensor, log_probs: Tensor) -> Tensor:
     return log_probs.float().clamp(max=0.0).masked_fill(repeated, NEVER)
 
 
+def grow_best(root_tokens: Tensor, source: CandidateSource, scoring: ScoringFunction, *, levels: int, budget: int) -> TokenTree:
+    """Returns the best tree of `budget` nodes: a node at depth d has d ancestors in it, so `budget - d` of a level can be."""
+    ledger = grow(root_tokens, source, scoring, levels=levels, frontier_size=lambda level: budget - level)
+    return best_nodes(ledger, budget)
+
+
 def best_nodes(ledger: Ledger, budget: int) -> TokenTree:
     """Returns the `budget` entries of highest priority, which are a tree, best first."""
     count = min(budget, ledger.tokens.shape[1]) - 1

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from jetflow.kernels.expand import level_sizes
+from jetflow.trees.growth import NEVER
 from jetflow.trees.token_tree import PADDING_PARENT, TokenTree
 
 # Up to so many nodes in all rows together the heap is quicker.
 MOST_NODES = 512
-NEVER = float("-inf")
 
 
 class _Nodes(NamedTuple):
