@@ -8,7 +8,7 @@ give the same bytes, and a test compares them. Under a second. Expected: the fil
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,47 +23,61 @@ BUDGET_TICKS = (1, 8, 16, 32, 64, 128)
 
 
 def one_round(scheme: Scheme, budget: int = 32, deepest: int = 6) -> str:
-    """The recorded round: the top of its tree, the accepted path marked."""
+    """The recorded round in its four steps: the laws and the tree as far down as it fits, the accepted path marked."""
     record = json.loads((ROOT / "docs" / "assets" / "round.json").read_text())
     nodes = record["nodes"][:budget]
     shown = [i for i, node in enumerate(nodes) if node["depth"] <= deepest]
     accepted = {0, *(node for node in record["accepted"] if node < budget)}
+    labels = {i: visible(nodes[i]["text"]) for i in shown}
+    at_depth = [[i for i in shown if nodes[i]["depth"] == depth] for depth in range(deepest + 1)]
+    columns = [8.0]
+    for depth in range(deepest):
+        columns.append(columns[-1] + 7 * max(len(labels[i]) for i in at_depth[depth]) + 44)
+    rows = leaf_rows(nodes, shown)
+    tree_top = 168
+    height = tree_top + 19 * (max(rows.values()) + 1) + 46
+    drawing = Drawing(height, scheme, "One round: laws, the tree drafted from them, the target's path in it, the text it adds")
+    drawing.text(8, 18, "the text so far: ... " + record["before"].splitlines()[-1][-34:])
+    drawing.text(8, 46, "1 draft: the head's likeliest tokens of each depth", weight="bold")
+    drawing.text(8, 64, "root")
+    for depth in range(1, deepest + 1):
+        drawing.text(columns[depth], 64, f"depth {depth}")
+        law = {labels[i]: nodes[i]["probability"] for i in at_depth[depth]}
+        for place, (label, probability) in enumerate(sorted(law.items(), key=lambda one: -one[1])[:3]):
+            drawing.text(columns[depth], 82 + 17 * place, f"{label} {probability:.2f}")
+    drawing.text(8, 146, "2 expand: the likeliest paths. 3 verify: the target's own", weight="bold")
+    accent = scheme.colours[0]
+    place_of = {i: (columns[nodes[i]["depth"]], tree_top + 19 * rows[i]) for i in shown}
+    for i in shown[1:]:
+        (x, y), (parent_x, parent_y), kept = place_of[i], place_of[nodes[i]["parent"]], i in accepted
+        start = parent_x + 6 + 7 * len(labels[nodes[i]["parent"]])
+        drawing.line(start, parent_y - 4, x - 5, y - 4, accent if kept else scheme.faint, 2 if kept else 1)
+    for i in shown:
+        colour, weight = (accent, "bold") if i in accepted else (scheme.text, "normal")
+        drawing.text(*place_of[i], labels[i], colour=colour, weight=weight)
+    kept_text = visible("".join(nodes[i]["text"] for i in sorted(accepted)[1:]) + record["bonus"])
+    drawing.text(8, height - 28, f"4 commit: {len(accepted)} tokens from one pass of the target", weight="bold")
+    drawing.text(8, height - 8, kept_text, colour=accent, weight="bold")
+    return drawing.svg()
+
+
+def leaf_rows(nodes: Sequence[dict], shown: Sequence[int]) -> dict[int, float]:
+    """The row of each node: leaves get rows of their own, a parent stands in the middle of its children."""
     rows: dict[int, float] = {}
+    leaves: list[int] = []
 
     def lay_out(node: int) -> None:
         below = [i for i in shown if nodes[i]["parent"] == node]
         for child in below:
             lay_out(child)
-        rows[node] = (rows[below[0]] + rows[below[-1]]) / 2 if below else float(sum(one % 1 == 0 for one in leaves.values()))
-        if not below:
-            leaves[node] = rows[node]
+        if below:
+            rows[node] = (rows[below[0]] + rows[below[-1]]) / 2
+        else:
+            rows[node] = float(len(leaves))
+            leaves.append(node)
 
-    leaves: dict[int, float] = {}
     lay_out(0)
-    column, row_height, first = 58, 19, 62
-    height = first + row_height * len(leaves) + 44
-    drawing = Drawing(height, scheme, "One round: a drafted tree, and the path that the target accepted")
-    drawing.text(8, 18, "... " + record["before"].splitlines()[-1][-34:], weight="bold")
-    drawing.text(8, 40, "root")
-    for depth in range(1, deepest + 1):
-        drawing.text(8 + depth * column, 40, f"depth {depth}")
-    x = lambda i: 8 + nodes[i]["depth"] * column  # noqa: E731
-    y = lambda i: first + row_height * rows[i]  # noqa: E731
-    accent = scheme.colours[0]
-    for i in shown:
-        parent = nodes[i]["parent"]
-        if parent >= 0:
-            kept = i in accepted
-            start = x(parent) + 10 + 7 * len(visible(nodes[parent]["text"]))
-            drawing.line(start, y(parent) - 4, x(i) - 5, y(i) - 4, accent if kept else scheme.faint, 2 if kept else 1)
-    for i in shown:
-        kept = i in accepted
-        colour, weight = (accent, "bold") if kept else (scheme.text, "normal")
-        drawing.text(x(i), y(i), visible(nodes[i]["text"]), colour=colour, weight=weight)
-    kept_text = visible("".join(nodes[i]["text"] for i in sorted(accepted)[1:]) + record["bonus"])
-    drawing.text(8, height - 28, f"{len(accepted)} tokens from one pass of the target:")
-    drawing.text(8, height - 8, kept_text, colour=accent, weight="bold")
-    return drawing.svg()
+    return rows
 
 
 def visible(text: str) -> str:

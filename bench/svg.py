@@ -7,6 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH = 420
+LEGEND_ROW = 17
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -67,15 +68,16 @@ class Drawing:
             f'font-weight="{weight}">{escape(text)}</text>'
         )
 
-    def legend(self, names: Sequence[str], y: float) -> None:
-        """Names of the series in their colours, side by side, in as many rows as they take."""
+    def legend(self, names: Sequence[str]) -> None:
+        """Names of the series in their colours at the top, side by side, in as many rows as they take."""
+        y = 16
         for row in legend_rows(names):
             x = 10.0
             for name in row:
                 self.bar(x, y - 9, 10, 10, self.scheme.colours[names.index(name)])
                 self.text(x + 14, y, name)
                 x += _legend_width(name)
-            y += 17
+            y += LEGEND_ROW
 
     def svg(self) -> str:
         """The whole file."""
@@ -122,9 +124,10 @@ def lines(
         ticks: places of the x axis, evenly spaced on paper.
         dots: mark the points.
     """
-    left, right, high, low = 40.0, WIDTH - 14.0, 34.0, 230.0
-    drawing = Drawing(270, scheme, title)
-    drawing.legend(list(series), 16)
+    below = LEGEND_ROW * (len(legend_rows(list(series))) - 1)
+    left, right, high, low = 40.0, WIDTH - 14.0, 34.0 + below, 230.0 + below
+    drawing = Drawing(270 + below, scheme, title)
+    drawing.legend(list(series))
 
     def place(x: float) -> float:
         after = min(max(1, sum(tick < x for tick in ticks)), len(ticks) - 1)
@@ -172,11 +175,12 @@ def bars(
     """
     left, right, thick = 100.0, WIDTH - 40.0, 11
     group = thick * len(series) + 9
-    drawing = Drawing(40 + group * len(rows), scheme, title)
-    drawing.legend(list(series), 16)
+    top_of_rows = 32 + LEGEND_ROW * (len(legend_rows(list(series))) - 1)
+    drawing = Drawing(top_of_rows + 8 + group * len(rows), scheme, title)
+    drawing.legend(list(series))
     scale = (right - left) / top
     for index, row in enumerate(rows):
-        y = 32 + index * group
+        y = top_of_rows + index * group
         drawing.text(left - 6, y + (group - 9) / 2 + 4, row, anchor="end")
         for number, (name, colour) in enumerate(zip(series, scheme.colours, strict=False)):
             value, middle = series[name][index], y + number * thick + thick / 2
@@ -188,5 +192,5 @@ def bars(
                 drawing.line(left + bottom * scale, middle - 0.5, left + end * scale, middle - 0.5, scheme.text)
             drawing.text(left + max(end, value) * scale + 5, middle + 4, f"{value:.2f}")
     if mark is not None:
-        drawing.line(left + mark * scale, 26, left + mark * scale, 32 + group * len(rows), scheme.text)
+        drawing.line(left + mark * scale, top_of_rows - 6, left + mark * scale, top_of_rows + group * len(rows), scheme.text)
     return drawing.svg()

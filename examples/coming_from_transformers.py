@@ -13,7 +13,8 @@ from jetflow import PromptLookupDrafter, SpeculativeDecoder, Target
 
 model = AutoModelForCausalLM.from_pretrained("models/tiny/target", dtype=torch.float32).eval()
 tokenizer = AutoTokenizer.from_pretrained("models/tiny/target")
-chat = [{"role": "user", "content": "Tina has 3 eggs and Jack has 6 times as many. How many eggs do they have together?"}]
+question = "Tina has 3 eggs and Jack has 6 times as many. How many eggs do they have together?"
+chat = [{"role": "user", "content": question}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
 # --8<-- [end:load]
 
@@ -32,7 +33,12 @@ print("the same tokens from both")
 # --8<-- [start:settings]
 from transformers import GenerationConfig
 
-config = GenerationConfig(max_new_tokens=100, repetition_penalty=1.1, no_repeat_ngram_size=6, stop_strings=["\n\n"])
+config = GenerationConfig(
+    max_new_tokens=100,
+    repetition_penalty=1.1,
+    no_repeat_ngram_size=6,
+    stop_strings=["\n\n"],
+)
 result = decoder.generate(inputs["input_ids"][0].tolist(), generation_config=config, log_probs=5)
 # --8<-- [end:settings]
 theirs = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)

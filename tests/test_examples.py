@@ -5,13 +5,17 @@ import json
 import math
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from jetflow.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -20,6 +24,8 @@ SCRIPTS = ["examples/quickstart.py", "examples/coming_from_transformers.py"]
 SCRIPTS += sorted(f"examples/tutorials/{path.name}" for path in (ROOT / "examples" / "tutorials").glob("*.py"))
 # What another processor may change: a tie between two nodes falls the other way, and a round more is needed.
 TOLERANCE = 0.15
+# Columns of code that fit a window of 1280 pixels beside the navigation.
+WIDEST = 102
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 
 
@@ -45,6 +51,11 @@ def fences(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+def section_of(file: str, section: str) -> str:
+    """The part of a file that a page includes."""
+    return (ROOT / file).read_text().split(f"[start:{section}]\n")[1].split(f"[end:{section}]")[0]
+
+
 def agree(shown: str, line: str) -> bool:
     """The same words, and numbers that are nearly the same."""
     numbers = [[float(one) for one in NUMBER.findall(text)] for text in (shown, line)]
@@ -65,6 +76,41 @@ def test_scripts_print_what_the_pages_show(script):
                 assert any(all(map(agree, shown, part)) for part in parts), (page.name, shown, lines)
 
 
+@pytest.mark.parametrize("script", SCRIPTS[2:])
+def test_the_page_of_a_tutorial_shows_all_that_it_prints(script):
+    page = ROOT / "docs" / "parts" / f"{Path(script).stem}.md"
+    shown = [line for head, content in fences(page) if f'title="python {script}"' in head for line in content.splitlines()]
+    assert len(shown) == len(printed(script)), (shown, printed(script))
+    assert all(map(agree, shown, printed(script)))
+
+
+def test_commands_print_what_the_pages_show(monkeypatch, capsys):
+    """The output of a command stands below it, under the title "prints"."""
+    monkeypatch.chdir(ROOT)
+    num_shown = 0
+    for page in PAGES:
+        for (_, command), (head, content) in pairwise(fences(page)):
+            if 'title="prints"' in head:
+                program, *arguments = shlex.split(command.replace("\\\n", " "))
+                assert program == "jetflow"
+                assert main(arguments) == 0
+                lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+                shown = content.splitlines()
+                assert len(shown) == len(lines), (shown, lines)
+                assert all(map(agree, shown, lines)), (shown, lines)
+                num_shown += 1
+    assert num_shown > 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_shown_code_fits_a_desk(page):
+    for _, content in fences(page):
+        for line in content.splitlines():
+            included = re.match(r'--8<-- "(.+?):(.+?)"', line)
+            code = section_of(*included.groups()) if included else line
+            assert all(len(one) <= WIDEST for one in code.splitlines()), code
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_pages_show_code_and_output_of_scripts_that_are_run_here(page):
     for head, content in fences(page):
@@ -73,9 +119,7 @@ def test_pages_show_code_and_output_of_scripts_that_are_run_here(page):
             assert len(snippets) == len(content.splitlines()), f"code that is not from a script: {content}"
             for file, section in snippets:
                 assert file in SCRIPTS
-                code = (ROOT / file).read_text()
-                assert f"[start:{section}]" in code, (file, section)
-                assert f"[end:{section}]" in code, (file, section)
+                assert section_of(file, section)
         if 'title="python ' in head:
             assert re.search(r'title="python (.+?)"', head)[1] in SCRIPTS
 
@@ -104,7 +148,7 @@ def test_the_recorded_round_is_the_one_in_the_docs(tmp_path):
 
 
 def test_readme_shows_the_quickstart():
-    code = (ROOT / "examples" / "quickstart.py").read_text().split("[start:compose]\n")[1].split("# --8<-- [end:compose]")[0]
+    code = section_of("examples/quickstart.py", "compose").removesuffix("# --8<-- ")
     assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
 
 

@@ -10,7 +10,14 @@ import json
 
 import torch
 
-from jetflow import GreedyAcceptor, ParallelDrafter, SamplingAcceptor, SpeculativeDecoder, Target, load_head
+from jetflow import (
+    GreedyAcceptor,
+    ParallelDrafter,
+    SamplingAcceptor,
+    SpeculativeDecoder,
+    Target,
+    load_head,
+)
 
 target = Target.from_pretrained("models/tiny/target", dtype=torch.float32)
 head = load_head("models/tiny/head", dtype=torch.float32)
@@ -20,9 +27,11 @@ with open("models/tiny/heldout.jsonl") as file:
 
 # --8<-- [start:sampling]
 drafter = ParallelDrafter(head, target)
-decoder = SpeculativeDecoder(target, drafter, SamplingAcceptor(temperature=0.8, top_p=0.95), budget=16)
-first, second, other = (decoder.generate(prompts[1], max_new_tokens=96, seed=seed) for seed in (1, 1, 2))
-print("one seed, one text:", first.text == second.text, "  another seed, another text:", first.text != other.text)
+acceptor = SamplingAcceptor(temperature=0.8, top_p=0.95)
+decoder = SpeculativeDecoder(target, drafter, acceptor, budget=16)
+results = [decoder.generate(prompts[1], max_new_tokens=96, seed=seed) for seed in (1, 1, 2)]
+first, second, other = (result.text for result in results)
+print("one seed, one text:", first == second, "  another seed, another text:", first != other)
 # --8<-- [end:sampling]
 
 # --8<-- [start:drawn]
@@ -30,13 +39,14 @@ from jetflow import AcceptanceTable, BestFirst, ChildSampling, TraversalVerifica
 
 drawn = ParallelDrafter(head, target, BestFirst(AcceptanceTable()), sampling=ChildSampling())
 decoder = SpeculativeDecoder(target, drawn, TraversalVerification(temperature=1.0), budget=32)
-print(f"drawn trees, traversal: tau {decoder.generate(prompts[1], max_new_tokens=96, seed=0).tau:5.2f}")
+result = decoder.generate(prompts[1], max_new_tokens=96, seed=0)
+print(f"drawn trees, traversal: tau {result.tau:5.2f}")
 # --8<-- [end:drawn]
 
 
 # --8<-- [start:own]
 class Without:
-    """Follows the target as if one token did not exist; exactly the target's law without that token."""
+    """Follows the target as if one token did not exist: its law without that token, exactly."""
 
     def __init__(self, token, acceptor):
         self.token = token
@@ -52,11 +62,13 @@ class Without:
 
 # --8<-- [start:use]
 plus = target.tokenizer.convert_tokens_to_ids("Ġ+")
-for name, acceptor in {"greedy": GreedyAcceptor(), "greedy, without ' +'": Without(plus, GreedyAcceptor())}.items():
-    plain = SpeculativeDecoder(target, drafter, acceptor, budget=1).generate(prompts, max_new_tokens=96)
-    results = SpeculativeDecoder(target, drafter, acceptor, budget=16).generate(prompts, max_new_tokens=96)
+greedy = GreedyAcceptor()
+for name, acceptor in {"greedy": greedy, "greedy, without ' +'": Without(plus, greedy)}.items():
+    decoders = [SpeculativeDecoder(target, drafter, acceptor, budget=budget) for budget in (1, 16)]
+    plain, results = (decoder.generate(prompts, max_new_tokens=96) for decoder in decoders)
     kept = [stats.num_kept for result in results for stats in result.rounds]
     same = [result.token_ids for result in results] == [result.token_ids for result in plain]
     used = any(plus in result.token_ids for result in results)
-    print(f"{name:<22} tau {sum(kept) / len(kept):5.2f}   same text as plain: {same}   writes ' +': {used}")
+    tau = sum(kept) / len(kept)
+    print(f"{name:<22} tau {tau:5.2f}   same text as plain: {same}   writes ' +': {used}")
 # --8<-- [end:use]

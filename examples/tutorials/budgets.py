@@ -21,7 +21,8 @@ with open("models/tiny/heldout.jsonl") as file:
 # --8<-- [start:measured]
 # Seconds of a round by its size, as `make bench-tiny` measured them.
 with open("results/tiny.json") as file:
-    measured = {row["name"]: row["tau"] / row["tokens_per_second"] for row in json.load(file)["results"]}
+    rows = json.load(file)["results"]
+measured = {row["name"]: row["tau"] / row["tokens_per_second"] for row in rows}
 round_seconds = {size: measured[f"JetFlow, budget {size}"] for size in (8, 16, 32, 64)}
 # --8<-- [end:measured]
 
@@ -50,7 +51,8 @@ for name, budget in {
 }.items():
     results = SpeculativeDecoder(target, drafter, budget=budget).generate(prompts, max_new_tokens=96)
     rounds = [stats for result in results for stats in result.rounds]
-    tau, nodes = (sum(getattr(stats, count) for stats in rounds) / len(rounds) for count in ("num_kept", "num_nodes"))
+    tau = sum(stats.num_kept for stats in rounds) / len(rounds)
+    nodes = sum(stats.num_nodes for stats in rounds) / len(rounds)
     same = [result.token_ids for result in results] == [result.token_ids for result in plain]
     print(f"{name:<14} tau {tau:5.2f}   nodes {nodes:5.2f}   same text: {same}")
 # --8<-- [end:use]

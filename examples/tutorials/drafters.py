@@ -11,7 +11,15 @@ import json
 import torch
 from rich.console import Console
 
-from jetflow import BestFirst, MergedDrafter, ParallelDrafter, PromptLookupDrafter, SpeculativeDecoder, Target, load_head
+from jetflow import (
+    BestFirst,
+    MergedDrafter,
+    ParallelDrafter,
+    PromptLookupDrafter,
+    SpeculativeDecoder,
+    Target,
+    load_head,
+)
 from jetflow.trees.drawing import draw_tree
 
 target = Target.from_pretrained("models/tiny/target", dtype=torch.float32)
@@ -53,7 +61,8 @@ class BigramDrafter:
         counts = torch.zeros(self.vocab_size, self.vocab_size)
         text = torch.tensor(context.token_ids[0])
         counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
-        return self.expander(context.root_tokens, BigramSource(counts, min(6, context.max_depth)), budget)
+        source = BigramSource(counts, max_depth=min(6, context.max_depth))
+        return self.expander(context.root_tokens, source, budget)
 
 
 # --8<-- [end:drafter]

@@ -24,7 +24,15 @@ print(f"tau, if the target followed these laws: {tree.expected_acceptance_length
 import json
 import math
 
-from jetflow import Beam, Chain, FanoutBestFirst, ParallelDrafter, SpeculativeDecoder, Target, load_head
+from jetflow import (
+    Beam,
+    Chain,
+    FanoutBestFirst,
+    ParallelDrafter,
+    SpeculativeDecoder,
+    Target,
+    load_head,
+)
 
 target = Target.from_pretrained("models/tiny/target", dtype=torch.float32)
 head = load_head("models/tiny/head", dtype=torch.float32)
@@ -35,7 +43,7 @@ with open("models/tiny/heldout.jsonl") as file:
 
 # --8<-- [start:own]
 class SureNodes:
-    """The best tree, cut where the draft itself gives a node less than `floor`; nodes stand best first."""
+    """The best tree without paths that the draft gives less than `floor`; nodes stand best first."""
 
     def __init__(self, floor):
         self.floor = floor
@@ -49,7 +57,8 @@ class SureNodes:
 # --8<-- [end:own]
 
 # --8<-- [start:use]
-plain = SpeculativeDecoder(target, ParallelDrafter(head, target), budget=1).generate(prompts, max_new_tokens=96)
+decoder = SpeculativeDecoder(target, ParallelDrafter(head, target), budget=1)
+plain = decoder.generate(prompts, max_new_tokens=96)
 for name, expander in {
     "chain": Chain(),
     "beam of 4": Beam(4),
@@ -60,7 +69,8 @@ for name, expander in {
     decoder = SpeculativeDecoder(target, ParallelDrafter(head, target, expander), budget=32)
     results = decoder.generate(prompts, max_new_tokens=96)
     rounds = [stats for result in results for stats in result.rounds]
-    tau, nodes = (sum(getattr(stats, count) for stats in rounds) / len(rounds) for count in ("num_kept", "num_nodes"))
+    tau = sum(stats.num_kept for stats in rounds) / len(rounds)
+    nodes = sum(stats.num_nodes for stats in rounds) / len(rounds)
     same = [result.token_ids for result in results] == [result.token_ids for result in plain]
     print(f"{name:<22} tau {tau:5.2f}   nodes {nodes:5.2f}   same text: {same}")
 # --8<-- [end:use]

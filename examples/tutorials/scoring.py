@@ -22,7 +22,7 @@ with open("models/tiny/heldout.jsonl") as file:
 
 # --8<-- [start:own]
 def bold(candidates):
-    """Likes deep nodes: half a nat for each level, so that sure paths are followed further."""
+    """Likes deep nodes, so that sure paths are followed further."""
     return candidates.cum_log_probs + 0.5 * candidates.depth
 
 
@@ -31,7 +31,7 @@ def bold(candidates):
 
 # --8<-- [start:settings]
 class FirstChoices:
-    """Charges every second choice, and doubly so far from the root."""
+    """Charges every token but its parent's likeliest child, the more the deeper it stands."""
 
     def __init__(self, price):
         self.price = price
@@ -45,6 +45,7 @@ class FirstChoices:
 
 # --8<-- [start:use]
 def decode(scoring):
+    """Returns the texts, and tau: the mean number of tokens that a round keeps."""
     decoder = SpeculativeDecoder(target, ParallelDrafter(head, target, BestFirst(scoring)), budget=16)
     results = decoder.generate(prompts, max_new_tokens=160)
     kept = [stats.num_kept for result in results for stats in result.rounds]
