@@ -15,6 +15,7 @@ from pathlib import Path
 from bench.svg import SCHEMES, WIDTH, Drawing, Scheme, bars, lines
 
 from jetflow.benchmark.runner import read_records
+from jetflow.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 FOLDER, RESULTS = ROOT / "docs" / "assets" / "figures", ROOT / "results"
@@ -131,8 +132,7 @@ def smollm2_training(scheme: Scheme) -> str:
     series: dict[str, list[tuple[float, float]]] = {f"depth {depth}": [] for depth in (1, 2, 3)}
     before = 0
     for file in ("metrics.jsonl", "correction/metrics.jsonl"):
-        rows = [json.loads(line) for line in (RESULTS / "smollm2" / file).read_text().splitlines()]
-        steps = [row for row in rows if "accuracy_by_depth" in row]
+        steps = [row for _, row in read_jsonl(RESULTS / "smollm2" / file) if "accuracy_by_depth" in row]
         for start in range(0, len(steps) - 24, 25):
             part = steps[start : start + 25]
             for depth, points in enumerate(series.values()):

@@ -14,6 +14,7 @@ import json
 import platform
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from jetflow.benchmark.compare import compare
 from jetflow.demo import result_table, tiny_decoders
+from jetflow.jsonl import read_jsonl
 
 MODELS, RESULTS, README = Path("models/tiny"), Path("results/tiny.json"), Path("README.md")
 BUDGETS = [8, 16, 32, 64, 128]
@@ -35,8 +37,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args()
     target, decoders = tiny_decoders(MODELS, BUDGETS)
-    lines = (MODELS / "heldout.jsonl").read_text().splitlines()[: args.num_prompts]
-    prompts = [target.chat_ids(json.loads(line)["prompt"]) for line in lines]
+    rows = islice(read_jsonl(MODELS / "heldout.jsonl"), args.num_prompts)
+    prompts = [target.chat_ids(row["prompt"]) for _, row in rows]
     results = compare(decoders, prompts, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
     Console().print(result_table(results))
     report = {

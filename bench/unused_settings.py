@@ -6,13 +6,14 @@ Times the calls that a round makes on their behalf, within real rounds of the ti
 """
 
 import argparse
-import json
 import statistics
 import time
+from itertools import islice
 from pathlib import Path
 
 import jetflow.decoding as decoding
 from jetflow import ParallelDrafter, SpeculativeDecoder, Target, load_head
+from jetflow.jsonl import read_jsonl
 from jetflow.request import Request
 
 MODELS = Path("models/tiny")
@@ -45,8 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.from_pretrained(MODELS / "target")
     decoder = SpeculativeDecoder(target, ParallelDrafter(load_head(MODELS / "head"), target), budget=args.budget)
-    lines = (MODELS / "heldout.jsonl").read_text().splitlines()[: args.prompts]
-    prompts = [target.chat_ids(json.loads(line)["prompt"]) for line in lines]
+    rows = islice(read_jsonl(MODELS / "heldout.jsonl"), args.prompts)
+    prompts = [target.chat_ids(row["prompt"]) for _, row in rows]
     watch = Stopwatch()
     for name in ("keep", "process", "prune"):
         setattr(Request, name, watch.wrap(getattr(Request, name)))

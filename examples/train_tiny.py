@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from jetflow.acceptors import GreedyAcceptor
+from jetflow.chat import chat_ids
 from jetflow.decoding import SpeculativeDecoder
 from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.heads.block_draft_head import BlockDraftHead
@@ -68,8 +69,7 @@ def train_target(sizes: dict[str, int], docs: list[dict[str, str]], seed: int, f
 
 def ask(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
     """Token ids of a chat that waits for its answer."""
-    turn = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
 
 
 def regenerate(target: Target, prompts: list[str], max_new_tokens: int) -> list[Row]:

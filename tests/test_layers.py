@@ -19,6 +19,8 @@ LEVELS = {
     "budgets": 2,
     "kernels": 2,
     "graphs": 2,
+    "chat": 2,
+    "jsonl": 2,
     "stopping": 2,
     "timing": 2,
     "processing": 2,

@@ -33,6 +33,7 @@ _HOMES = {
     "jetflow.heads.config": ("DraftHeadConfig",),
     "jetflow.heads.eagle_config": ("EagleHeadConfig",),
     "jetflow.heads.eagle_head": ("EagleHead",),
+    "jetflow.heads.window": ("WindowedLayers",),
     "jetflow.losses": (
         "CrossEntropy",
         "ForwardKL",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jetflow.decoding import SpeculativeDecoder
 from jetflow.drafters.head import head_drafter
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.heads.checkpoint import load_head
+from jetflow.jsonl import read_jsonl
 from jetflow.results import Round
 from jetflow.targets import Target
 
@@ -79,9 +80,7 @@ def run_demo(models: Path, *, num_prompts: int, budget: int, max_new_tokens: int
     if num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
     target, decoders = tiny_decoders(models, [budget])
-    # Not splitlines: it also breaks at separators that may stand inside a JSON string.
-    rows = (models / "heldout.jsonl").read_text(encoding="utf-8").split("\n")
-    lines = [json.loads(row) for row in rows if row][:num_prompts]
+    lines = [row for _, row in islice(read_jsonl(models / "heldout.jsonl"), num_prompts)]
     prompts = [target.chat_ids(line["prompt"]) for line in lines]
     console = Console()
     runs = "on colour" if console.is_terminal else "in [brackets]"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jetflow.caches import TreeCache
+from jetflow.chat import chat_ids
 from jetflow.paged_cache import PagedTreeCache, PagePool
 from jetflow.target_checks import check_supported, checked_attention
 
@@ -135,10 +136,7 @@ class Target:
         Raises:
             ValueError: there is no tokenizer, or it has no chat template.
         """
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("the target's tokenizer has no chat template; pass the prompt as plain text")
-        turns = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        return chat_ids(self.tokenizer, [{"role": "user", "content": text}])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Returns the input embeddings [..., H] of `token_ids` int64 [...]."""

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from jetflow.training.data import prompt_ids, read_conversations, read_examples, render
+from jetflow.chat import chat_ids
+from jetflow.training.data import read_conversations, read_examples, render
 
 PAIR = Path(__file__).parents[2] / "models" / "tiny" / "target"
 TURNS = [
@@ -97,7 +98,7 @@ def test_spans_are_the_answers_and_the_token_that_ends_them(tokenizer):
     assert spans_as_text(tokenizer, TURNS) == [f"Three apples.{end}", f"a{end}"]
     ids, spans = render(tokenizer, TURNS)
     assert ids == tokenizer.apply_chat_template(TURNS, return_dict=False)
-    assert prompt_ids(tokenizer, TURNS[:1]) == ids[: spans[0][0]]
+    assert chat_ids(tokenizer, TURNS[:1]) == ids[: spans[0][0]]
 
 
 def test_spans_equal_the_templates_own_marks(tokenizer):

@@ -18,10 +18,11 @@ pytest.importorskip("uvicorn", reason="the server needs transformers[serving]")
 
 from transformers import AutoTokenizer
 
+from jetflow.chat import chat_ids
 from jetflow.decoding import SpeculativeDecoder
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.targets import Target
-from jetflow.training.data import Conversation, prompt_ids, render
+from jetflow.training.data import Conversation, render
 from jetflow.training.endpoint import EndpointAnswerer
 from jetflow.training.regenerate import RegenerationSettings, regenerate
 
@@ -69,7 +70,7 @@ def test_server_answers_become_examples(server, tmp_path):
     decoder = SpeculativeDecoder(target, PromptLookupDrafter(), budget=1)
     for job_answer in out.read_text().splitlines():
         row = json.loads(job_answer)
-        asked = prompt_ids(tokenizer, row["messages"][:1])
+        asked = chat_ids(tokenizer, row["messages"][:1])
         expected = decoder.generate(asked, max_new_tokens=NEW)
         # For some templates this server repeats the prompt in front of an answer.
         assert row["messages"][1]["content"].strip().endswith(expected.text.strip())

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
+from jetflow.chat import chat_ids
 from jetflow.decoding import SpeculativeDecoder
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.targets import Target
 from jetflow.training.answering import TargetAnswerer, answer_prompts
-from jetflow.training.data import Conversation, prompt_ids, read_examples
+from jetflow.training.data import Conversation, read_examples
 from jetflow.training.regenerate import Job, RegenerationSettings, regenerate, target_fingerprint
 
 PAIR = Path(__file__).parents[2] / "models" / "tiny"
@@ -56,7 +57,7 @@ def test_answers_are_the_targets_own_text(target, tmp_path, batch_size):
     rows = read(tmp_path / "a.jsonl")
     decoder = SpeculativeDecoder(target, PromptLookupDrafter(), budget=1)
     for one in conversations():
-        asked = prompt_ids(target.tokenizer, one.messages)
+        asked = chat_ids(target.tokenizer, one.messages)
         expected = decoder.generate(asked, max_new_tokens=NEW)
         row = rows[one.id, 0]
         assert row["token_ids"] == asked + expected.token_ids
@@ -121,7 +122,7 @@ def test_later_turns_follow_on_the_answers_before(target, tmp_path):
 def test_a_conversation_that_outgrows_the_target_ends_with_its_last_answer(target, tmp_path):
     settings = RegenerationSettings(max_new_tokens=NEW)
     three = [message for one in conversations(3) for message in one.messages]
-    limit = len(prompt_ids(target.tokenizer, three[:1]))
+    limit = len(chat_ids(target.tokenizer, three[:1]))
     answerer = TargetAnswerer(target, settings, max_prompt_tokens=limit)
     job = [Conversation("long", [*three, {"role": "system", "content": "asks for nothing"}], "")]
     assert regenerate(job, answerer, tmp_path / "a.jsonl", settings=settings, fingerprint="x") == (1, 0, 0)
@@ -131,7 +132,7 @@ def test_a_conversation_that_outgrows_the_target_ends_with_its_last_answer(targe
 
 
 def test_long_prompts_are_left_out_and_counted(target, tmp_path):
-    lengths = sorted(len(prompt_ids(target.tokenizer, one.messages)) for one in conversations())
+    lengths = sorted(len(chat_ids(target.tokenizer, one.messages)) for one in conversations())
     report = run(target, tmp_path / "a.jsonl", max_prompt_tokens=lengths[3])
     assert report == (4, 0, 3)
 
@@ -185,7 +186,7 @@ def test_bad_input_is_named(target, tmp_path):
 
 def test_sampling_beside_others_follows_the_law(target):
     # Rows of one batch draw one after the other from one generator, and none twice from the same draw.
-    prompts = [prompt_ids(target.tokenizer, conversations(1)[0].messages)] * 4
+    prompts = [chat_ids(target.tokenizer, conversations(1)[0].messages)] * 4
     generator = torch.Generator().manual_seed(0)
     answers = answer_prompts(target, prompts, SamplingAcceptor(2.0), 12, generator=generator)
     assert len({tuple(one) for one in answers}) == 4

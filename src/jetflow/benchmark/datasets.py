@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jetflow.jsonl import read_jsonl
+
 # Where each benchmark lies on the hub: name, config, split, and what a row's turns are.
 HUB: dict[str, tuple[str, str | None, str, Callable[[Any], list[str]]]] = {
     "gsm8k": ("openai/gsm8k", "main", "test", lambda row: [row["question"]]),
@@ -96,19 +98,17 @@ def read_dataset(source: str, *, count: int | None = None, skip: int = 0, publis
 
 def _file_rows(path: Path) -> Sequence[Task]:
     tasks = []
-    # Not splitlines: it also breaks at separators that may stand inside a JSON string.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        row = json.loads(line)
+    for where, row in read_jsonl(path):
         turns = row.get("turns") or ([row["prompt"]] if "prompt" in row else None)
         if not turns:
-            raise ValueError(f"{path}, line {number}: a row needs turns (or prompt), found {', '.join(row)}")
+            raise ValueError(f"{where}: a row needs turns (or prompt), found {', '.join(row)}")
         reference = row.get("reference")
         reference = None if reference is None else str(reference)
         tests = tuple(row.get("tests") or ())
         setup = row.get("test_setup_code")
-        tasks.append(Task(str(row.get("id", number)), tuple(turns), reference, (setup, *tests) if setup and tests else tests))
+        # The line's number, where a row has no name.
+        name = str(row.get("id", where.rsplit(" ", 1)[-1]))
+        tasks.append(Task(name, tuple(turns), reference, (setup, *tests) if setup and tests else tests))
     return tasks
 
 

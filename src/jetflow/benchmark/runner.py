@@ -9,6 +9,8 @@ from typing import Any
 
 from jetflow.benchmark.datasets import Dataset
 from jetflow.benchmark.methods import Method
+from jetflow.chat import chat_ids
+from jetflow.jsonl import cut_unfinished, read_jsonl
 from jetflow.targets import Target
 
 BASELINE = "plain"
@@ -66,7 +68,7 @@ def run_benchmark(
                 messages: list[dict[str, str]] = []
                 for turn, text in enumerate(task.turns):
                     messages.append({"role": "user", "content": text})
-                    prompt = _prompt(target, messages)
+                    prompt = chat_ids(target.tokenizer, messages, plain_text=True)
                     first = number % len(names)
                     number += 1
                     for name in names[first:] + names[:first]:
@@ -93,8 +95,7 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         ValueError: the file has no settings in its first line.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    whole = [json.loads(line) for line in lines[:-1] if line]
+    whole = [row for _, row in read_jsonl(path, finished_only=True)]
     if not whole or "settings" not in whole[0]:
         raise ValueError(f"{path} holds no settings in its first line; is it a file of jetflow bench?")
     return whole[0]["settings"], whole[1:]
@@ -111,13 +112,5 @@ def _found(out: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"{out} was written with {name}={settings.get(name)}, this run has {wanted.get(name)}; go on with the same "
                 "settings, or write to another file"
             )
-    content = out.read_bytes()
-    out.write_bytes(content[: content.rfind(b"\n") + 1])
+    cut_unfinished(out)
     return records
-
-
-def _prompt(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    tokenizer = target.tokenizer
-    if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer("\n".join(one["content"] for one in messages)).input_ids
-    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)

@@ -184,12 +184,13 @@ def _attach(recipe: Recipe, trainer: Trainer, target: Target, log: TrainingLog) 
 
 
 def _heldout(recipe: Recipe, target: Target) -> list[list[int]]:
-    from jetflow.training.data import prompt_ids, read_conversations, user_turns
+    from jetflow.chat import chat_ids
+    from jetflow.training.data import read_conversations, user_turns
 
     prompts = []
     for source in recipe.evaluation.prompts:
         for one in islice(read_conversations(source), recipe.evaluation.per_file):
-            prompts.append(prompt_ids(target.tokenizer, user_turns(one.messages)[0], recipe.data.template_args))
+            prompts.append(chat_ids(target.tokenizer, user_turns(one.messages)[0], recipe.data.template_args))
     return prompts
 
 

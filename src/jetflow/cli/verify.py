@@ -30,10 +30,11 @@ def _verify(args: argparse.Namespace) -> int:
     import torch
 
     from jetflow.certificate import certificate
+    from jetflow.chat import chat_ids
     from jetflow.heads.block_draft_head import BlockDraftHead
     from jetflow.heads.checkpoint import load_head
     from jetflow.targets import Target
-    from jetflow.training.data import prompt_ids, read_conversations, user_turns
+    from jetflow.training.data import read_conversations, user_turns
 
     for name in ("num_prompts", "rounds"):
         if getattr(args, name) < 1:
@@ -46,8 +47,7 @@ def _verify(args: argparse.Namespace) -> int:
     prompts = []
     for one in islice(read_conversations(args.prompts_file), args.num_prompts):
         turns = user_turns(one.messages)[0]
-        chat = getattr(target.tokenizer, "chat_template", None) is not None
-        prompts.append(prompt_ids(target.tokenizer, turns) if chat else target.tokenizer(turns[-1]["content"]).input_ids)
+        prompts.append(chat_ids(target.tokenizer, turns, plain_text=True))
     if not prompts:
         raise ValueError(f"{args.prompts_file} holds no prompts")
     names = {"target": Path(args.target).name, "head": Path(args.head).name}

@@ -12,9 +12,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from jetflow.acceptors import SamplingAcceptor
+from jetflow.chat import Message, chat_ids, has_template
 from jetflow.protocols import Acceptor
 from jetflow.targets import Target
-from jetflow.training.data import Message, Span, prompt_ids, render, user_turns
+from jetflow.training.data import Span, render, user_turns
 from jetflow.training.regenerate import Answered, Job, RegenerationSettings
 from jetflow.trees.token_tree import TokenTree
 from jetflow.verifiers import TreeVerifier
@@ -41,7 +42,7 @@ class TargetAnswerer:
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if getattr(target.tokenizer, "chat_template", None) is None:
+        if not has_template(target.tokenizer):
             raise ValueError("the target's tokenizer has no chat template, which prompts are put through")
         self._target = target
         self._settings = settings
@@ -64,7 +65,7 @@ class TargetAnswerer:
                 yield from self._batch([job for _, job in pool[first : first + size]])
 
     def _ask(self, messages: Sequence[Message]) -> list[int]:
-        return prompt_ids(self._target.tokenizer, messages, self._settings.template_args)
+        return chat_ids(self._target.tokenizer, messages, self._settings.template_args)
 
     def _batch(self, jobs: list[Job]) -> Iterator[tuple[Job, Answered]]:
         """Answers one turn of every conversation after the other."""

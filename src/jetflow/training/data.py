@@ -7,12 +7,13 @@ writes them), or a conversation under one of the names that public sets use: `me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Message = dict[str, str]
+from jetflow.chat import Message, chat_text
+from jetflow.jsonl import read_jsonl
+
 Span = tuple[int, int]
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -60,11 +61,7 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[
     """
     path = Path(source)
     if path.is_file():
-        # Not splitlines: it also breaks at separators that may stand inside a JSON string.
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-            if line.strip():
-                where = f"{source}, line {number}"
-                yield where, _json_object(line, where)
+        yield from read_jsonl(source)
         return
     if path.suffix or source.count("/") != 1:
         raise FileNotFoundError(f"{source} is neither a file nor a hub name like owner/name")
@@ -141,14 +138,14 @@ def render(
     Raises:
         ValueError: there is no chat template, or it does not write an assistant turn as it is given.
     """
-    text = _template(tokenizer, messages, template_args, answer=False)
+    text = chat_text(tokenizer, messages, template_args, answer=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     token_ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = _template(tokenizer, messages[:index], template_args, answer=True)
+        asked = chat_text(tokenizer, messages[:index], template_args, answer=True)
         begin = _common_prefix(asked, text)
         content = message["content"].strip()
         found = text.find(content, begin)
@@ -175,24 +172,6 @@ def user_turns(messages: Sequence[Message]) -> list[list[Message]]:
     return groups[:-1]
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's next turn.
-
-    Raises:
-        ValueError: there is no chat template.
-    """
-    text = _template(tokenizer, messages, template_args, answer=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _template(tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any] | None, *, answer: bool) -> str:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("the tokenizer has no chat template, which conversations need; train on token_ids with loss_spans")
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=answer, **dict(template_args or {})
-    )
-
-
 def _common_prefix(one: str, other: str) -> int:
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
@@ -203,16 +182,6 @@ def _common_prefix(one: str, other: str) -> int:
 def _name(row: Mapping[str, Any], where: str) -> str:
     """The row's own id, or its file's name and line, wherever the file lies."""
     return str(row.get("id", where.rsplit("/", 1)[-1]))
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _messages(row: Mapping[str, Any], where: str) -> list[Message]:

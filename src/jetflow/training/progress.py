@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jetflow.jsonl import read_jsonl
 from jetflow.training.evaluation import TauReport
 from jetflow.training.totals import StepReport
 
@@ -55,10 +56,10 @@ class TrainingLog:
         self._begin, self._first_step, self._num_tokens = time.perf_counter(), first_step, 0
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
-        self._num_tokens = sum(json.loads(line).get("num_tokens", 0) for line in kept)
+        self._num_tokens = sum(row.get("num_tokens", 0) for row in kept)
         self._writer = _tensorboard(folder) if tensorboard else None
         self._live = Live(console=self._console, refresh_per_second=2) if self._console.is_terminal else None
 
@@ -142,15 +143,10 @@ def peak_memory() -> int:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the records of a run, steps and evaluations in the order in which they were written."""
-    return [json.loads(line) for line in _lines(folder / METRICS)]
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a file; the last one may have been cut off when the run was killed."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().split("\n")[:-1] if line.strip()]
+    """Returns the records of a run, steps and evaluations in the order in which they were written; none without a file."""
+    path = folder / METRICS
+    # A run that was killed may have left half a line.
+    return [row for _, row in read_jsonl(path, finished_only=True)] if path.exists() else []
 
 
 def _duration(seconds: float) -> str:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jetflow.chat import Message
+from jetflow.jsonl import cut_unfinished, read_jsonl
 from jetflow.targets import Target
-from jetflow.training.data import Conversation, Message, Span
+from jetflow.training.data import Conversation, Span
 
 
 @dataclass(frozen=True)
@@ -147,21 +149,14 @@ def _found_answers(out: Path, stamp: Mapping[str, Any]) -> set[tuple[str, int]]:
     """Reads what an earlier run wrote and cuts off a last line that it could not finish."""
     if not out.exists():
         return set()
-    content = out.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with out.open("r+b") as file:
-            file.truncate(whole)
+    cut_unfinished(out)
     found = set()
     stamp = json.loads(json.dumps(stamp))
-    for number, line in enumerate(content[:whole].decode("utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        record = json.loads(line)
+    for where, record in read_jsonl(out):
         for name, value in stamp.items():
             if record.get(name) != value:
                 raise ValueError(
-                    f"{out}, line {number} was written with {name} {record.get(name)}, this run has {value}; "
+                    f"{where} was written with {name} {record.get(name)}, this run has {value}; "
                     "continue with the same, or write to another file"
                 )
         found.add((record["id"], record["sample"]))
