@@ -4,32 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_step import BLOCK, TAPS, VOCAB, all_anchors, make_batch, make_head, make_target
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from jetflow import masks
-from jetflow.heads.block_draft_head import BlockDraftHead
-from jetflow.heads.config import DraftHeadConfig
 from jetflow.heads.window import WindowedLayers
 from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL
 from jetflow.targets import Target
-from jetflow.training import Batch, StepSettings, TeacherStates, block_loss, draft_loss, sample_anchors, supervised_slots
-from jetflow.training.vocabulary import SampledVocabulary
+from jetflow.training import Batch, StepSettings, TeacherStates, block_loss, draft_loss, sample_anchors
 
-VOCAB, BLOCK, TAPS = 40, 5, (0, 1, 2)
 # Sums of a few hundred float32 terms in another order.
 ATOL = 1e-6
 
 
 @pytest.fixture(scope="module")
 def target():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, max_position_embeddings=64, eos_token_id=None,
-        initializer_range=0.3,
-    )  # fmt: skip
-    return Target(Qwen3ForCausalLM(config).eval())
+    return make_target()
 
 
 # A window of the block's own size, in one layer of two and causal where the other is not.
@@ -41,28 +32,6 @@ def head(request, target):
     torch.manual_seed(1)
     causal, window = request.param
     return make_head(target, causal=causal, window=window)
-
-
-def make_head(target, *, causal, window=None):
-    config = DraftHeadConfig(
-        hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, block_size=BLOCK,
-        taps=TAPS, mask_token_id=VOCAB - 1, vocab_size=VOCAB, num_target_layers=3, target_hidden_size=16, causal=causal,
-        window=window, rope_parameters=dict(target.config.rope_parameters), max_position_embeddings=64,
-    )  # fmt: skip
-    return BlockDraftHead(config)
-
-
-def make_batch(*lengths, prompt=3, seed=0, width=None):
-    """Rows of random tokens of these lengths; all tokens after the prompt are supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    width = width or max(lengths)
-    token_ids = torch.randint(VOCAB - 1, (len(lengths), width), generator=generator)
-    places = torch.arange(width)
-    return Batch(token_ids, (places >= prompt) & (places < torch.tensor(lengths)[:, None]))
-
-
-def all_anchors(batch):
-    return sample_anchors(batch.loss_mask, batch.loss_mask.shape[1])
 
 
 class PerfectHead(nn.Module):
@@ -286,45 +255,6 @@ def test_mask_of_another_shape_is_named(target):
         draft_loss(head, target, Batch(batch.token_ids, batch.loss_mask[:, :8]), loss=ForwardKL(), num_anchors=2)
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy(), ForwardKL(), ReverseKL()], ids=["ce", "forward", "reverse"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
-def test_chunks_change_neither_loss_nor_gradients_nor_metrics(target, loss, chunk_size):
-    head, batch = make_head(target, causal=True), make_batch(14, 9)
-    anchors, valid = all_anchors(batch)
-    outputs, grads = [], []
-    for size in (10_000, chunk_size):
-        head.zero_grad()
-        settings = StepSettings(loss, 3.0, chunk_size=size)
-        out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings)
-        out.loss.backward()
-        outputs.append(out)
-        grads.append([parameter.grad.clone() for parameter in head.parameters()])
-    for one, other in zip(*outputs, strict=True):
-        torch.testing.assert_close(one, other, atol=ATOL, rtol=1e-5)
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, atol=ATOL, rtol=1e-4)
-
-
-def test_chunked_gradient_is_that_of_plain_autograd(target):
-    head, batch = make_head(target, causal=True), make_batch(14, 9)
-    anchors, valid = all_anchors(batch)
-    seen = []
-    hook = head.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    out = block_loss(head, target, batch, anchors=anchors, valid=valid, settings=StepSettings(ForwardKL(), chunk_size=5))
-    hook.remove()
-    (chunked,) = torch.autograd.grad(out.loss, seen[0], retain_graph=True)
-    hidden = seen[0].detach().unflatten(1, (-1, BLOCK)).requires_grad_()
-    slots = supervised_slots(batch.loss_mask, anchors, valid=valid, block_size=BLOCK)
-    rows, blocks, depths = slots.nonzero(as_tuple=True)
-    places = anchors[rows, blocks] + depths
-    _, final = target.features(batch.token_ids, TAPS)
-    values = ForwardKL()(
-        target.lm_head(hidden[rows, blocks, depths + 1]), target.lm_head(final)[rows, places], batch.token_ids[rows, places + 1]
-    )
-    (plain,) = torch.autograd.grad(values.mean(), hidden)
-    torch.testing.assert_close(chunked, plain.flatten(1, 2), atol=ATOL, rtol=1e-4)
-
-
 def test_packed_documents_are_taught_as_if_they_stood_alone(target):
     head, lengths = make_head(target, causal=True), (9, 6, 12)
     settings = StepSettings(ForwardKL())
@@ -345,20 +275,3 @@ def test_packed_documents_are_taught_as_if_they_stood_alone(target):
     out = block_loss(head, target, packed, anchors=own, valid=torch.ones_like(own, dtype=torch.bool), settings=settings)
     assert out.weight_sum == weight
     torch.testing.assert_close(out.loss, total / weight, atol=1e-5, rtol=1e-5)
-
-
-def test_sample_of_everything_is_the_whole_vocabulary_and_a_part_estimates_it(target):
-    head, batch = make_head(target, causal=True), make_batch(14, 9)
-    anchors, valid = all_anchors(batch)
-
-    def loss_with(vocabulary, seed=0):
-        settings = StepSettings(CrossEntropy(), vocabulary=vocabulary)
-        generator = torch.Generator().manual_seed(seed)
-        return block_loss(head, target, batch, anchors=anchors, valid=valid, settings=settings, generator=generator).loss.item()
-
-    whole = loss_with(None)
-    assert loss_with(SampledVocabulary(torch.arange(5), VOCAB, num_random=VOCAB)) == pytest.approx(whole, rel=1e-5)
-    few = SampledVocabulary(torch.arange(5), VOCAB, num_random=8)
-    mean = sum(loss_with(few, seed) for seed in range(40)) / 40
-    assert mean == pytest.approx(whole, rel=0.05)
-    assert len({loss_with(few, seed) for seed in range(5)}) > 1
