@@ -42,10 +42,11 @@ def chain(head, target):
 
 
 VARIANTS = [
-    Variant("EAGLE-3", HeadSpec(kind="eagle3"), BUDGETS, build=EagleDrafter),
     Variant("DFlash, chain", DFLASH, (CHAIN,), build=chain),
     Variant("DFlash-T", DFLASH, BUDGETS),
     Variant("JetFlow", HeadSpec(), BUDGETS),
+    # Last, as it trains quickest: so two workers end together.
+    Variant("EAGLE-3", HeadSpec(kind="eagle3"), BUDGETS, build=EagleDrafter),
 ]
 PAIRWISE = Variant("JetFlow, pairwise", HeadSpec(correction="gated"), BUDGETS)
 
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--pairwise", action="store_true")
     args = parser.parse_args()
     lab = Lab(str(ROOT / "models/tiny/target"), ROOT / "runs" / "lab", steps=args.steps)
