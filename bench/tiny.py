@@ -14,7 +14,6 @@ import json
 import platform
 import re
 import sys
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,8 +21,7 @@ import transformers
 from rich.console import Console
 
 from jetflow.benchmark.compare import compare
-from jetflow.demo import result_table, tiny_decoders
-from jetflow.jsonl import read_jsonl
+from jetflow.demo import heldout_rows, result_table, tiny_decoders
 
 MODELS, RESULTS, README = Path("models/tiny"), Path("results/tiny.json"), Path("README.md")
 BUDGETS = [8, 16, 32, 64, 128]
@@ -37,8 +35,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args()
     target, decoders = tiny_decoders(MODELS, BUDGETS)
-    rows = islice(read_jsonl(MODELS / "heldout.jsonl"), args.num_prompts)
-    prompts = [target.chat_ids(row["prompt"]) for _, row in rows]
+    prompts = [target.chat_ids(row["prompt"]) for row in heldout_rows(MODELS, args.num_prompts)]
     results = compare(decoders, prompts, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
     Console().print(result_table(results))
     report = {

@@ -10,7 +10,7 @@ About 2 minutes on 2 CPU cores. Writes results/tree_reuse.json.
 
 import argparse
 import json
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jetflow import ParallelDrafter, ReusingDrafter, SpeculativeDecoder, Target, load_head
+from jetflow.demo import heldout_rows
 from jetflow.drafters.reuse import seed_trees
-from jetflow.jsonl import read_jsonl
 from jetflow.protocols import DraftContext
 
 MODELS, RESULTS = Path("models/tiny"), Path("results/tree_reuse.json")
@@ -37,8 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.from_pretrained(str(MODELS / "target"), dtype=torch.float32)
     head = load_head(str(args.head), dtype=torch.float32)
-    rows = islice(read_jsonl(MODELS / "heldout.jsonl"), args.num_prompts)
-    prompts = [target.chat_ids(row["prompt"]) for _, row in rows]
+    prompts = [target.chat_ids(row["prompt"]) for row in heldout_rows(MODELS, args.num_prompts)]
     drafters = {f"passes={passes}": ParallelDrafter(head, target, passes=passes) for passes in args.passes}
     for weight in args.weights:
         drafters[f"reuse, weight {weight}"] = ReusingDrafter(ParallelDrafter(head, target), weight)

@@ -8,12 +8,11 @@ Times the calls that a round makes on their behalf, within real rounds of the ti
 import argparse
 import statistics
 import time
-from itertools import islice
 from pathlib import Path
 
 import jetflow.decoding as decoding
 from jetflow import ParallelDrafter, SpeculativeDecoder, Target, load_head
-from jetflow.jsonl import read_jsonl
+from jetflow.demo import heldout_rows
 from jetflow.request import Request
 
 MODELS = Path("models/tiny")
@@ -46,8 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.from_pretrained(MODELS / "target")
     decoder = SpeculativeDecoder(target, ParallelDrafter(load_head(MODELS / "head"), target), budget=args.budget)
-    rows = islice(read_jsonl(MODELS / "heldout.jsonl"), args.prompts)
-    prompts = [target.chat_ids(row["prompt"]) for _, row in rows]
+    prompts = [target.chat_ids(row["prompt"]) for row in heldout_rows(MODELS, args.prompts)]
     watch = Stopwatch()
     for name in ("keep", "process", "prune"):
         setattr(Request, name, watch.wrap(getattr(Request, name)))

@@ -39,11 +39,16 @@ def chat_text(tokenizer: Any, messages: Sequence[Message], template_args: Mappin
     Raises:
         ValueError: there is no chat template.
     """
-    if not has_template(tokenizer):
-        raise ValueError("the tokenizer has no chat template, which conversations need; pass plain text, or token ids")
+    check_template(tokenizer)
     return tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=answer, **dict(template_args or {})
     )
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raises ValueError unless there is a chat template."""
+    if not has_template(tokenizer):
+        raise ValueError("the tokenizer has no chat template, which conversations need; pass plain text, or token ids")
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -80,7 +80,7 @@ def run_demo(models: Path, *, num_prompts: int, budget: int, max_new_tokens: int
     if num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
     target, decoders = tiny_decoders(models, [budget])
-    lines = [row for _, row in islice(read_jsonl(models / "heldout.jsonl"), num_prompts)]
+    lines = heldout_rows(models, num_prompts)
     prompts = [target.chat_ids(line["prompt"]) for line in lines]
     console = Console()
     runs = "on colour" if console.is_terminal else "in [brackets]"
@@ -97,6 +97,11 @@ def run_demo(models: Path, *, num_prompts: int, budget: int, max_new_tokens: int
     equal = all(result.texts_equal == result.num_prompts for result in results)
     console.print("All texts are equal, token by token." if equal else "TEXTS DIFFER: this is a bug, please report it.")
     return 0 if equal else 1
+
+
+def heldout_rows(models: Path, count: int | None = None) -> list[dict[str, Any]]:
+    """Returns the first `count` held-out rows of the tiny pair, or all of them: `id`, and the text of a `prompt`."""
+    return [row for _, row in islice(read_jsonl(models / "heldout.jsonl"), count)]
 
 
 def tiny_decoders(models: Path, budgets: list[int]) -> tuple[Target, dict[str, SpeculativeDecoder]]:

@@ -23,10 +23,10 @@ from jetflow.training.trainer import Trainer
 VOCAB, BLOCK, TAPS = 40, 4, (0, 2)
 
 
-def small_target(dtype=torch.float32):
+def small_target(dtype=torch.float32, num_layers=4):
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, max_position_embeddings=128, eos_token_id=None,
         initializer_range=0.3,
     )  # fmt: skip

@@ -1,24 +1,13 @@
-"""A small target, heads for it, and batches of random tokens, for the tests of a training step."""
+"""Heads for a small target, and batches of random tokens, for the tests of a training step."""
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_run import VOCAB
 
 from jetflow.heads.block_draft_head import BlockDraftHead
 from jetflow.heads.config import DraftHeadConfig
-from jetflow.targets import Target
 from jetflow.training import Batch, sample_anchors
 
-VOCAB, BLOCK, TAPS = 40, 5, (0, 1, 2)
-
-
-def make_target():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, max_position_embeddings=64, eos_token_id=None,
-        initializer_range=0.3,
-    )  # fmt: skip
-    return Target(Qwen3ForCausalLM(config).eval())
+BLOCK, TAPS = 5, (0, 1, 2)
 
 
 def make_head(target, *, causal, window=None):

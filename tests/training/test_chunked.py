@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_step import BLOCK, TAPS, VOCAB, all_anchors, make_batch, make_head, make_target
+from small_run import VOCAB, small_target
+from small_step import BLOCK, TAPS, all_anchors, make_batch, make_head
 
 from jetflow.losses import CrossEntropy, ForwardKL, ReverseKL
 from jetflow.training import StepSettings, block_loss, supervised_slots
@@ -14,7 +15,7 @@ ATOL = 1e-6
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target()
+    return small_target(num_layers=3)
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), ForwardKL(), ReverseKL()], ids=["ce", "forward", "reverse"])

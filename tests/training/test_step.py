@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_step import BLOCK, TAPS, VOCAB, all_anchors, make_batch, make_head, make_target
+from small_run import VOCAB, small_target
+from small_step import BLOCK, TAPS, all_anchors, make_batch, make_head
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
@@ -20,7 +21,7 @@ ATOL = 1e-6
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target()
+    return small_target(num_layers=3)
 
 
 # A window of the block's own size, in one layer of two and causal where the other is not.

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from jetflow.acceptors import SamplingAcceptor
-from jetflow.chat import Message, chat_ids, has_template
+from jetflow.chat import Message, chat_ids, check_template
 from jetflow.protocols import Acceptor
 from jetflow.targets import Target
 from jetflow.training.data import Span, render, user_turns
@@ -42,8 +42,7 @@ class TargetAnswerer:
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if not has_template(target.tokenizer):
-            raise ValueError("the target's tokenizer has no chat template, which prompts are put through")
+        check_template(target.tokenizer)
         self._target = target
         self._settings = settings
         self._batch_size = batch_size
