@@ -4,6 +4,10 @@ The tests kill it, resume it and split it over processes; in float32 it always e
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -71,6 +75,37 @@ def small_trainer(
         target, rows or small_rows(), folder=Path(folder),
         settings=settings, step_settings=step_settings or kind, accelerator=accelerator or Accelerator(cpu=True),
     )  # fmt: skip
+
+
+def weights_of(trainer):
+    return trainer.finished_head(torch.float32).state_dict()
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def run_script(folder, *arguments, kill_after=None, processes=1):
+    """Runs this file as a process of its own, and kills it after so many steps and then so many seconds."""
+    command = [sys.executable, __file__]
+    if processes > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29541"]
+        command.append(__file__)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(folder), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    if kill_after is not None:
+        # Counted in steps, so that a fast machine is not at the end before the kill.
+        steps, seconds = kill_after
+        for _ in range(steps):
+            process.stdout.readline()
+        time.sleep(seconds)
+        process.kill()
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
 
 
 def main():
