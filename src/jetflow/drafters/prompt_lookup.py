@@ -11,8 +11,8 @@ import numpy as np
 from jetflow.protocols import DraftContext
 from jetflow.trees.token_tree import TokenTree
 
-# How often the next token is that of an earlier occurrence, by how many tokens agree before it: chosen by a count over 150
-# answers of SmolLM2-135M-Instruct (questions, sums, Python tasks, chats), rounded by eye. Longer agreements count as the last.
+# How often the next token is that of the latest earlier occurrence, by how many tokens agree before it: a count over 150
+# answers of SmolLM2-135M-Instruct, rounded by eye (`bench/lookup_agreement.py` counts yours). Longer ones count as the last.
 CONFIDENCE = (0.26, 0.53, 0.63, 0.73, 0.79, 0.83, 0.86, 0.88, 0.9)
 
 
@@ -65,7 +65,7 @@ class PromptLookupDrafter:
 
     def _row(self, token_ids: Sequence[int], depth: int, budget: int) -> tuple[list[int], list[int], list[float]]:
         """Returns tokens, parents and scores of one row's tree, best nodes first."""
-        size, continuations = _matches(np.asarray(token_ids), self.max_ngram, depth, self.max_matches)
+        size, continuations = latest_matches(np.asarray(token_ids), self.max_ngram, depth, self.max_matches)
         tokens, parents, scores = [int(token_ids[-1])], [-1], [0.0]
         # Groups of occurrences that share their path so far: (-score, order, token, parent, members).
         frontier: list[tuple[float, int, int, int, list[np.ndarray]]] = []
@@ -98,7 +98,7 @@ class PromptLookupDrafter:
         return tokens, parents, scores
 
 
-def _matches(token_ids: np.ndarray, max_ngram: int, depth: int, limit: int) -> tuple[int, list[np.ndarray]]:
+def latest_matches(token_ids: np.ndarray, max_ngram: int, depth: int, limit: int) -> tuple[int, list[np.ndarray]]:
     """Returns the longest matching final n-gram's size and what followed its latest earlier occurrences, latest first."""
     length = len(token_ids)
     for size in range(min(max_ngram, length - 1), 0, -1):
