@@ -1,6 +1,7 @@
 """`jetflow bench` on the tiny pair: records, tables, plots, refusals, and going on after a stop."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -188,7 +189,17 @@ def test_results_are_drawn_again_without_a_model(results, tmp_path, capsys):
     outputs = ["--plots", str(tmp_path), "--markdown", str(tmp_path / "t.md"), "--figures", str(tmp_path / "f.json")]
     assert main(["bench", "--from", str(results), *outputs]) == 0
     assert {one.name for one in tmp_path.iterdir()} == {"speedup.png", "acceptance.png", "budgets.png", "t.md", "f.json"}
-    assert json.loads((tmp_path / "f.json").read_text())["figures"][0]["method"] == "plain"
+    figures = json.loads((tmp_path / "f.json").read_text())["figures"]
+    assert figures[0]["method"] == "plain"
+    # Whole, on a terminal of 80 columns: every method of both files, and their means.
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [row for row in lines if row[:1] == ["lookup@8"]]
+    mine = [one for one in figures if one["method"] == "lookup@8"]
+    assert [row[1:4] for row in rows[:2]] == [
+        [f"{one['tau']:.2f}", f"{one['tokens_per_second']:.1f}", f"{one['speedup']:.2f}x"] for one in mine
+    ]
+    mean = math.sqrt(mine[0]["speedup"] * mine[1]["speedup"])
+    assert rows[2][1:] == [f"{sum(one['tau'] for one in mine) / 2:.2f}", f"{mean:.2f}x"]
 
 
 def test_published_figures_are_lines_and_named(results, tmp_path, capsys):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from jetflow.benchmark.accuracy import final_answer, passes_tests, same_answer
 from jetflow.benchmark.runner import BASELINE, read_records
@@ -159,6 +162,36 @@ def markdown(figures: Sequence[Figures]) -> str:
     if any(one.method.startswith(SIMULATED) for one in figures):
         lines += ["", NOTE]
     return "\n".join(lines)
+
+
+def console_table(figures: Sequence[Figures]) -> Table:
+    """The same for a terminal of 80 columns: a group of rows for each benchmark, and one of means over them."""
+    table = Table("method", "tau", "tokens/s", "speedup", "95 %", "texts equal", box=SIMPLE_HEAD)
+    by_method: dict[str, list[Figures]] = {}
+    for one in figures:
+        by_method.setdefault(one.method, []).append(one)
+    for dataset in dict.fromkeys(one.dataset for one in figures):
+        table.add_section()
+        table.add_row(f"[bold]{dataset}[/bold]")
+        for one in (each for each in figures if each.dataset == dataset):
+            low, high = one.speedup_interval
+            tau, rate, equal = _number(one.tau), f"{one.tokens_per_second:.1f}", f"{one.texts_equal} of {one.num_texts}"
+            table.add_row(one.method, tau, rate, f"{one.speedup:.2f}x", f"{low:.2f} to {high:.2f}", equal)
+    count = len(next(iter(by_method.values()), []))
+    if count > 1:
+        table.add_section()
+        table.add_row(f"[bold]mean of {count}[/bold]", "", "", "geometric")
+        for method, mine in by_method.items():
+            taus = [one.tau for one in mine if one.tau is not None]
+            speedup = math.exp(sum(math.log(one.speedup) for one in mine) / count)
+            table.add_row(method, _number(sum(taus) / len(taus) if taus else None), "", f"{speedup:.2f}x")
+    if any(one.method.startswith(SIMULATED) for one in figures):
+        table.caption = NOTE
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _rows(records: Sequence[Mapping[str, Any]], dataset: str, method: str) -> list[Mapping[str, Any]]:

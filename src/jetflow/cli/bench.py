@@ -64,10 +64,9 @@ def add_bench_command(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.markdown import Markdown
 
     from jetflow.benchmark.plots import draw, published
-    from jetflow.benchmark.tables import accuracies, figures_of, markdown, read_results
+    from jetflow.benchmark.tables import accuracies, console_table, figures_of, markdown, read_results
 
     check_bench_options(args)
     if args.sources is None:
@@ -75,13 +74,12 @@ def _bench(args: argparse.Namespace) -> int:
         args.sources = [args.out]
     settings, records = read_results([Path(one) for one in args.sources])
     figures = figures_of(settings, records)
-    table = markdown(figures)
-    Console().print(Markdown(table))
+    Console().print(console_table(figures))
     if args.accuracy:
         for (dataset, method), (right, answered) in accuracies(records, run_code=args.run_code).items():
             print(f"{dataset}, {method}: {right} of {answered} right")
     if args.markdown:
-        Path(args.markdown).write_text(table + "\n")
+        Path(args.markdown).write_text(markdown(figures) + "\n")
     if args.figures:
         content = {"settings": settings, "figures": [asdict(one) for one in figures]}
         Path(args.figures).write_text(json.dumps(content, indent=1) + "\n")
