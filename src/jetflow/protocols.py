@@ -114,9 +114,11 @@ class Drafter(Protocol):
     """Proposes a tree for each row.
 
     Only `propose` is required. Where present, `taps` (target layers whose outputs the drafter reads) is read once,
-    `reset(batch_size)` is called before each generation, and
+    `reset(batch_size)` is called before each generation,
     `observe(token_ids [B, T], features [B, T, H], num_tokens [B])` after each commit with the tokens that are now
-    behind the root and their features (float, the tapped layers concatenated; rows are padded at their end to T).
+    behind the root and their features (float, the tapped layers concatenated; rows are padded at their end to T), and
+    `keep_rows(rows)` with the rows that go on when other texts of the batch have ended. A drafter with `reset` but without
+    `keep_rows` takes one text at a time.
     """
 
     def propose(self, context: DraftContext, budget: int) -> TokenTree: ...
@@ -164,7 +166,8 @@ class BudgetPolicy(Protocol):
     """Says how many nodes of a drafted tree to verify.
 
     `scores` float32 [B, N] are cumulative draft log-probabilities, best nodes first (-inf for padding); `num_accepted`
-    holds the accepted counts of the rounds before. `max_nodes` is the budget that drafters are asked for.
+    holds the accepted counts of the rounds before, one for each row that ran. All rows are cut to the size that is returned.
+    `max_nodes` is the budget that drafters are asked for.
     """
 
     max_nodes: int

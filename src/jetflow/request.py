@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from jetflow.acceptors import GreedyAcceptor, SamplingAcceptor
 from jetflow.generation import ids_of, options_of, stop_string_rule, strings_of
+from jetflow.logprobs import TokenLogProbs
 from jetflow.processing import LogitsProcessor, PathProcessors
 from jetflow.protocols import Acceptor
+from jetflow.results import GenerationResult, RoundStats
 from jetflow.stopping import FinishReason, keep_until_stop
 from jetflow.targets import Target
 from jetflow.trees.token_tree import TokenTree
@@ -63,14 +65,26 @@ class Request:
         settings: what is wanted.
         target: the model.
         acceptor: the rule that the decoder was given, if any.
+        index: which prompt of the call it is.
 
     Attributes:
         token_ids: prompt and kept tokens.
         acceptor: the rule of this request.
         num_likeliest: how many likeliest tokens to list with log-probabilities; None for no log-probabilities.
+        finish_reason: why the text has ended; None while it goes on.
+        rounds: its rounds so far.
+        prefill_seconds: seconds until the first token.
+        seconds: seconds until the last one.
     """
 
-    def __init__(self, prompt_ids: list[int], settings: RequestSettings, target: Target, acceptor: Acceptor | None):
+    def __init__(
+        self, prompt_ids: list[int], settings: RequestSettings, target: Target, acceptor: Acceptor | None, index: int = 0
+    ):
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.rounds: list[RoundStats] = []
+        self.prefill_seconds = self.seconds = 0.0
+        self._log_probs: list[TokenLogProbs] = []
         self.num_prompt_tokens = len(prompt_ids)
         self.token_ids = list(prompt_ids)
         self.num_likeliest = settings.log_probs
@@ -97,16 +111,22 @@ class Request:
         """The kept tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def keep(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Appends a round's tokens up to the first stop; returns those kept and why the text ends, if it does."""
+    @property
+    def has_processors(self) -> bool:
+        """Whether `process` and `prune` do anything."""
+        return self._processors is not None
+
+    def keep(self, tokens: Sequence[int], log_probs: Sequence[TokenLogProbs]) -> list[int]:
+        """Appends a round's tokens up to the first stop, where `finish_reason` is set; returns those kept."""
         ends: Callable[[Sequence[int]], bool] | None = None
         rule = self._ends
         if rule is not None:
             so_far = list(self.token_ids)
             ends = lambda kept: rule([*so_far, *kept])  # noqa: E731
-        kept, reason = keep_until_stop(tokens, eos_token_ids=self._eos, allowance=self.left, ends=ends)
+        kept, self.finish_reason = keep_until_stop(tokens, eos_token_ids=self._eos, allowance=self.left, ends=ends)
         self.token_ids.extend(kept)
-        return kept, reason
+        self._log_probs += log_probs[: len(kept)]
+        return kept
 
     def process(self, tree: TokenTree, logits: Tensor) -> Tensor:
         """Applies the logits processors to [1, N, V]; the very same tensor where there are none."""
@@ -115,6 +135,15 @@ class Request:
     def prune(self, tree: TokenTree) -> TokenTree:
         """Drops nodes that the processors forbid."""
         return tree if self._processors is None else self._processors.prune(self.token_ids[:-1], tree)
+
+    def result(self, tokenizer: Any) -> GenerationResult:
+        """Returns the finished text, decoded where there is a tokenizer."""
+        assert self.finish_reason is not None, "the text goes on"
+        text = tokenizer.decode(self.new_ids, skip_special_tokens=True) if tokenizer else None
+        return GenerationResult(
+            self.new_ids, text, self.finish_reason, self.num_prompt_tokens, self.rounds, self.prefill_seconds, self.seconds,
+            None if self.num_likeliest is None else self._log_probs,
+        )  # fmt: skip
 
 
 def prompt_ids(prompt: Prompt, target: Target) -> list[int]:

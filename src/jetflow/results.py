@@ -18,7 +18,8 @@ class RoundStats:
         num_nodes: nodes that the target verified, root included.
         num_accepted: accepted drafted nodes, before any cut at a stop.
         num_kept: tokens that the round added to the output: accepted ones and the bonus, up to the first stop.
-        seconds: seconds by phase: draft, build (where the drafter tells it apart), verify, accept, commit.
+        seconds: seconds by phase: draft, build (where the drafter tells it apart), verify, accept, commit. In a batch, this
+            text's even share of them.
     """
 
     num_nodes: int
@@ -29,12 +30,21 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Round:
-    """One round as `on_round` sees it: the tree, the path that was accepted, and the tokens kept (bonus last)."""
+    """One round of one text as `on_round` sees it: tree, accepted path, and the tokens kept (bonus last).
+
+    Attributes:
+        tree: the verified tree, a batch of one.
+        acceptance: the path that the target took through it.
+        kept: the tokens that the round added to the text.
+        stats: the round in numbers.
+        index: which prompt of the call it belongs to.
+    """
 
     tree: TokenTree
     acceptance: Acceptance
     kept: list[int]
     stats: RoundStats
+    index: int = 0
 
     @property
     def expected_kept(self) -> float:
@@ -58,7 +68,7 @@ class GenerationResult:
         num_prompt_tokens: length of the prompt.
         rounds: one entry per verified tree; the token that prefill yields belongs to no round.
         prefill_seconds: seconds until the first token.
-        seconds: seconds of the whole generation.
+        seconds: seconds until the last token; in a batch, from the beginning of the batch.
         log_probs: one entry per token of `token_ids`, where they were asked for.
     """
 

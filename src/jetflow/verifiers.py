@@ -148,7 +148,7 @@ class TreeVerifier:
             if tree.batch_size != 1 or tree.max_nodes > self._fixed_width:
                 shape = list(tree.tokens.shape)
                 raise ValueError(f"fixed_width={self._fixed_width} takes one tree of at most so many nodes, got {shape}")
-            tree = padded_tree(tree, self._fixed_width)
+            tree = tree.padded(self._fixed_width)
         cache.reserve(tree.max_nodes)
         prefix_lens = torch.tensor(cache.lengths, device=tree.tokens.device)
         step = TreeStep(tree, prefix_lens, max(cache.lengths) + tree.max_nodes, kernel)
@@ -168,7 +168,7 @@ class TreeVerifier:
         longest = max(cache.lengths)
         graphs.check_room(longest + size)
         cache.reserve(size)
-        tree = padded_tree(tree, size)
+        tree = tree.padded(size)
         nodes = torch.stack([tree.tokens, tree.parents, tree.depths])
         inputs = [nodes, torch.tensor(cache.lengths, device=nodes.device)]
         if isinstance(cache, PagedTreeCache):
@@ -219,11 +219,3 @@ class TreeVerifier:
     def commit(self, acceptance: Acceptance) -> None:
         """Keeps root and accepted nodes of the last verified tree in the cache and drops the rest."""
         self.cache.commit(acceptance.path, [accepted + 1 for accepted in acceptance.num_accepted.tolist()])
-
-
-def padded_tree(tree: TokenTree, width: int) -> TokenTree:
-    """Adds nodes without parents, which see the prefix and themselves, up to `width` nodes."""
-    spare, rows = width - tree.max_nodes, tree.batch_size
-    columns = zip((tree.tokens, tree.parents, tree.depths, tree.scores), (0, -1, 0, float("-inf")), strict=True)
-    padded = [torch.cat([column, column.new_full((rows, spare), filling)], dim=1) for column, filling in columns]
-    return TokenTree(padded[0], padded[1], padded[2], padded[3], tree.num_nodes)

@@ -77,7 +77,7 @@ def test_look_ups_take_no_time(target, monkeypatch):
         return real(*args, **options)
 
     monkeypatch.setattr(truth._decoder, "generate", slow)
-    written = SimulatedMethod(decoder, truth)(PROMPTS[0], 20, 0)
+    (written,) = SimulatedMethod(decoder, truth)([PROMPTS[0]], 20, 0)
     assert written.seconds < -50
     assert written.phases["build"] < -50
 

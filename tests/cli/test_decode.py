@@ -60,7 +60,13 @@ def test_generate_streams_and_reads_prompt_files(pair, tmp_path, capsys):
     assert main(arguments) == 0
     assert len(re.findall(r"\[12 tokens, tau", capsys.readouterr().err)) <= 2
     assert main([*arguments, "--json", "--num-prompts", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    (alone,) = capsys.readouterr().out.splitlines()
+    assert main([*arguments, "--json", "--batch-size", "3"]) == 0
+    ids = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    assert len(ids) == 2
+    assert ids[0] == json.loads(alone)["token_ids"]
+    assert main([*arguments, "--batch-size", "2"]) == 2
+    assert "above 1 it needs --json, got 2" in capsys.readouterr().err
 
 
 def test_prompt_files_may_hold_blank_lines_and_any_separator(pair, tmp_path, capsys):

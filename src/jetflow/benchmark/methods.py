@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from jetflow.decoding import SpeculativeDecoder
+from jetflow.results import Round
 from jetflow.targets import Target
 
 
@@ -19,10 +20,10 @@ class Written:
 
     Attributes:
         token_ids: new tokens.
-        seconds: of the whole call.
+        seconds: of the whole call, shared evenly by the texts that were written together.
         kept: tokens of each round; empty where it is not known.
         accepted: accepted drafted tokens of each round.
-        phases: seconds by phase.
+        phases: seconds by phase, shared likewise.
         ranks: how often the accepted node was its parent's r-th child.
     """
 
@@ -35,9 +36,9 @@ class Written:
 
 
 class Method(Protocol):
-    """Continues a prompt by at most `max_new_tokens` tokens; `seed` makes sampling repeatable."""
+    """Continues prompts, all of them together, by at most `max_new_tokens` tokens; `seed` makes sampling repeatable."""
 
-    def __call__(self, prompt: list[int], max_new_tokens: int, seed: int) -> Written: ...
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, seed: int) -> list[Written]: ...
 
 
 class DecoderMethod:
@@ -46,29 +47,44 @@ class DecoderMethod:
     def __init__(self, decoder: SpeculativeDecoder):
         self._decoder = decoder
 
-    def __call__(self, prompt: list[int], max_new_tokens: int, seed: int) -> Written:
-        ranks: list[int] = []
-        rounds: list[Any] = []
-        result = self._decoder.generate(prompt, max_new_tokens=max_new_tokens, seed=seed, on_round=rounds.append)
-        for one in rounds:
-            path = one.acceptance.path[0, : one.num_accepted + 1].tolist()
-            parents = one.tree.parents[0].tolist()
-            for node in path[1:]:
-                rank = sum(parents[other] == parents[node] for other in range(1, node))
-                ranks += [0] * (rank + 1 - len(ranks))
-                ranks[rank] += 1
-        phases: dict[str, float] = {"prefill": result.prefill_seconds}
-        for stats in result.rounds:
-            for name, seconds in stats.seconds.items():
-                phases[name] = phases.get(name, 0.0) + seconds
-        return Written(
-            result.token_ids,
-            result.seconds,
-            [stats.num_kept for stats in result.rounds],
-            [stats.num_accepted for stats in result.rounds],
-            phases,
-            ranks,
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, seed: int) -> list[Written]:
+        count = len(prompts)
+        rounds: list[Round] = []
+        begin = time.perf_counter()
+        results = self._decoder.generate(
+            prompts, batch_size=count, max_new_tokens=max_new_tokens, seed=seed, on_round=rounds.append
         )
+        seconds = (time.perf_counter() - begin) / count
+        written = []
+        for index, result in enumerate(results):
+            phases: dict[str, float] = {"prefill": result.prefill_seconds / count}
+            for stats in result.rounds:
+                for name, spent in stats.seconds.items():
+                    phases[name] = phases.get(name, 0.0) + spent
+            written.append(
+                Written(
+                    result.token_ids,
+                    seconds,
+                    [stats.num_kept for stats in result.rounds],
+                    [stats.num_accepted for stats in result.rounds],
+                    phases,
+                    _ranks([one for one in rounds if one.index == index]),
+                )
+            )
+        return written
+
+
+def _ranks(rounds: Sequence[Round]) -> list[int]:
+    """How often the accepted node was its parent's first, second, ... child."""
+    ranks: list[int] = []
+    for one in rounds:
+        path = one.acceptance.path[0, : one.num_accepted + 1].tolist()
+        parents = one.tree.parents[0].tolist()
+        for node in path[1:]:
+            rank = sum(parents[other] == parents[node] for other in range(1, node))
+            ranks += [0] * (rank + 1 - len(ranks))
+            ranks[rank] += 1
+    return ranks
 
 
 class HuggingFaceMethod:
@@ -87,12 +103,22 @@ class HuggingFaceMethod:
         )
         self._options = {**sampling, **(options or {})}
 
-    def __call__(self, prompt: list[int], max_new_tokens: int, seed: int) -> Written:
-        ids = torch.tensor([prompt], device=self._target.device)
-        with torch.random.fork_rng(devices=[self._target.device] if self._target.device.type == "cuda" else []):
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, seed: int) -> list[Written]:
+        # Its way of batching: prompts padded in front.
+        width = max(map(len, prompts))
+        device = self._target.device
+        ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             begin = time.perf_counter()
             model: Any = self._target.model
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **self._options)
-            token_ids = out[0, len(prompt) :].tolist()
-        return Written(token_ids, time.perf_counter() - begin)
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, **self._options)
+            texts = out[:, width:].tolist()
+        seconds = (time.perf_counter() - begin) / len(prompts)
+        return [Written(self._up_to_the_end(text), seconds) for text in texts]
+
+    def _up_to_the_end(self, token_ids: list[int]) -> list[int]:
+        """Without the padding behind a text that ended before others of its batch."""
+        ends = [place for place, token in enumerate(token_ids) if token in self._target.eos_token_ids]
+        return token_ids[: ends[0] + 1] if ends else token_ids

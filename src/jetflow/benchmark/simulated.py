@@ -130,20 +130,20 @@ class SimulatedDrafter:
 
 
 class SimulatedMethod:
-    """A decoder with a `SimulatedDrafter`; the time that its look-ups took is taken off."""
+    """A decoder with a `SimulatedDrafter`, one text at a time; the time that its look-ups took is taken off."""
 
     def __init__(self, decoder: SpeculativeDecoder, truth: TrueText):
         self._method, self._truth = DecoderMethod(decoder), truth
 
-    def __call__(self, prompt: list[int], max_new_tokens: int, seed: int) -> Written:
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, seed: int) -> list[Written]:
         before = self._truth.seconds
-        written = self._method(prompt, max_new_tokens, seed)
+        (written,) = self._method(prompts, max_new_tokens, seed)
         spent = self._truth.seconds - before
         phases = dict(written.phases)
         # Look-ups happen while a tree is built.
         if "build" in phases:
             phases["build"] -= spent
-        return replace(written, seconds=written.seconds - spent, phases=phases)
+        return [replace(written, seconds=written.seconds - spent, phases=phases)]
 
 
 def simulated_config(target: Target) -> DraftHeadConfig:

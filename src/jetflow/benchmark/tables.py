@@ -16,7 +16,7 @@ from jetflow.benchmark.accuracy import final_answer, passes_tests, same_answer
 from jetflow.benchmark.runner import BASELINE, read_records
 
 # Settings that must be equal where several files are joined.
-SHARED = ("target", "fingerprint", "dtype", "temperature", "max_new_tokens", "datasets", "seed")
+SHARED = ("target", "fingerprint", "dtype", "temperature", "max_new_tokens", "batch_size", "datasets", "seed")
 RESAMPLES, LEVEL = 2000, 0.95
 # Phases that are passes of a model.
 FORWARDS = ("prefill", "draft", "verify")
@@ -40,6 +40,8 @@ class Figures:
         texts_equal: texts whose ids are those of plain decoding.
         num_texts: all texts.
         outside_share: share of the rounds' time spent outside the two models' passes; None where it is not known.
+        phases: seconds of all texts by phase; empty where they are not known.
+        peak_bytes: most memory in use while a text was written, weights included; None where it is not known.
         accepted_by_depth: share of the rounds that accepted a node of depth 1, 2, ...
         ranks: share of the accepted nodes that were their parent's first, second, ... child.
     """
@@ -54,6 +56,8 @@ class Figures:
     texts_equal: int
     num_texts: int
     outside_share: float | None
+    phases: dict[str, float]
+    peak_bytes: int | None
     accepted_by_depth: list[float]
     ranks: list[float]
 
@@ -166,7 +170,9 @@ def markdown(figures: Sequence[Figures]) -> str:
 
 def console_table(figures: Sequence[Figures]) -> Table:
     """The same for a terminal of 80 columns: a group of rows for each benchmark, and one of means over them."""
-    table = Table("method", "tau", "tokens/s", "speedup", "95 %", "texts equal", box=SIMPLE_HEAD)
+    table = Table(
+        "method", "tau", "tokens/s", "speedup", "95 %", "texts equal", "peak GiB", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     by_method: dict[str, list[Figures]] = {}
     for one in figures:
         by_method.setdefault(one.method, []).append(one)
@@ -176,7 +182,8 @@ def console_table(figures: Sequence[Figures]) -> Table:
         for one in (each for each in figures if each.dataset == dataset):
             low, high = one.speedup_interval
             tau, rate, equal = _number(one.tau), f"{one.tokens_per_second:.1f}", f"{one.texts_equal} of {one.num_texts}"
-            table.add_row(one.method, tau, rate, f"{one.speedup:.2f}x", f"{low:.2f} to {high:.2f}", equal)
+            memory = _number(None if one.peak_bytes is None else one.peak_bytes / 2**30)
+            table.add_row(one.method, tau, rate, f"{one.speedup:.2f}x", f"{low:.2f} to {high:.2f}", equal, memory)
     count = len(next(iter(by_method.values()), []))
     if count > 1:
         table.add_section()
@@ -234,6 +241,8 @@ def _figures(
         texts_equal=sum(a["token_ids"] == b["token_ids"] for a, b in zip(rows, plain, strict=True)),
         num_texts=len(rows),
         outside_share=float(1 - inside / rounds) if phases and rounds > 0 else None,
+        phases=phases,
+        peak_bytes=max((o["peak_bytes"] for o in rows if o.get("peak_bytes") is not None), default=None),
         accepted_by_depth=[sum(count >= depth for count in accepted) / len(accepted) for depth in range(1, deepest + 1)],
         ranks=(ranks / ranks.sum()).tolist() if ranks.sum() else [],
     )

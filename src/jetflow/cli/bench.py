@@ -47,6 +47,7 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--passes", type=int, default=1, help="of the head per tree; more than one needs refinement")
     bench.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     bench.add_argument("--max-new-tokens", type=int, default=128)
+    bench.add_argument("--batch-size", type=int, default=1, help="prompts of a benchmark that are continued together")
     bench.add_argument("--seed", type=int, default=0)
     bench.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: that of the checkpoint")
     bench.add_argument("--device", default="cpu")
@@ -135,13 +136,16 @@ def _measure(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "versions": {name: version(name) for name in ("jetflow", "torch", "transformers")},
     }
+    if args.batch_size > 1:
+        settings["batch_size"] = args.batch_size
     if args.acceptance:
         settings["simulated_acceptance"] = args.acceptance
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("texts", total=None)
         run_benchmark(
-            target, methods, datasets, Path(args.out), settings=settings, max_new_tokens=args.max_new_tokens, seed=args.seed,
+            target, methods, datasets, Path(args.out), settings=settings, max_new_tokens=args.max_new_tokens,
+            batch_size=args.batch_size, seed=args.seed,
             on_record=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
 

@@ -6,6 +6,8 @@ import argparse
 
 HEAD_METHODS = ("head", "head-chain", "head-fanout", "eagle", "merged")
 DRAFT_METHODS = ("draft", "hf-assisted")
+# Methods that write one text at a time.
+SINGLE_METHODS = (*DRAFT_METHODS, "simulated", "hf-lookup")
 TREE_METHODS = (*HEAD_METHODS, "lookup", "draft", "simulated")
 METHODS = ("plain", *TREE_METHODS, "hf", "hf-lookup", "hf-assisted")
 # Options that have no value unless they are given, and belong to measuring.
@@ -35,8 +37,8 @@ def check_bench_options(args: argparse.Namespace) -> None:
     for name in ("target", "data", "out"):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is needed to measure (or --from to draw what was measured)")
-    if args.count < 1 or args.skip < 0 or args.max_new_tokens < 1 or min(args.budgets or [1]) < 1:
-        raise ValueError("--count, --max-new-tokens and --budgets must be at least 1, --skip at least 0")
+    if min(args.count, args.max_new_tokens, args.batch_size, *(args.budgets or [1])) < 1 or args.skip < 0:
+        raise ValueError("--count, --max-new-tokens, --batch-size and --budgets must be at least 1, --skip at least 0")
     _check_methods(args)
 
 
@@ -51,6 +53,9 @@ def _check_methods(args: argparse.Namespace) -> None:
         raise ValueError(f"--methods {', '.join(wanted)} need --head")
     if args.draft is None and set(DRAFT_METHODS) & set(args.methods):
         raise ValueError("--methods draft and hf-assisted need --draft")
+    for name in args.methods if args.batch_size > 1 else ():
+        if name in SINGLE_METHODS:
+            raise ValueError(f"--methods {name} writes one text at a time and needs --batch-size 1, got {args.batch_size}")
     if "simulated" not in args.methods:
         return
     if not args.acceptance:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetflow.decoding import SpeculativeDecoder
     from jetflow.protocols import Drafter, TreeExpander
+    from jetflow.results import GenerationResult
     from jetflow.targets import Target
 
 
@@ -38,6 +39,7 @@ def add_decode_commands(commands: Any) -> None:
     )  # fmt: skip
     generate.add_argument("--seed", type=int)
     generate.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
+    generate.add_argument("--batch-size", type=int, default=1, help="prompts that are continued together; needs --json")
     generate.set_defaults(run=_generate)
 
     inspect = commands.add_parser("inspect", help="draw the tree of one round")
@@ -80,29 +82,38 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--rule {args.rule} draws trees from a head: it needs --head, a --temperature above 0 and no --expander"
         )
+    if args.batch_size < 1 or (args.batch_size > 1 and not args.json):
+        raise ValueError(f"--batch-size must be at least 1, and above 1 it needs --json, got {args.batch_size}")
     rules: dict[str, Any] = {"match": SamplingAcceptor, "recursive": RecursiveRejection, "traversal": TraversalVerification}
     acceptor = rules[args.rule](args.temperature, top_k=args.top_k, top_p=args.top_p)
     target = _load_target(args)
     decoder = _decoder(args, target, acceptor)
-    for prompt in _prompts(args, target):
-        settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
-        if not args.json:
-            settings["streamer"] = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        result = decoder.generate(prompt, **settings)
-        if args.json:
-            record = {
-                "token_ids": result.token_ids,
-                "text": result.text,
-                "finish_reason": result.finish_reason,
-                "tau": result.tau,
-                "tokens_per_second": result.tokens_per_second,
-            }
-            print(json.dumps(record), flush=True)
-        else:
-            tau = "no rounds" if result.tau is None else f"tau {result.tau:.2f}"
-            rate = f"{result.tokens_per_second:.1f} tokens/s"
-            print(f"[{len(result.token_ids)} tokens, {tau}, {rate}, {result.finish_reason}]", file=sys.stderr)
+    settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    prompts = _prompts(args, target)
+    if args.json:
+        for start in range(0, len(prompts), args.batch_size):
+            batch = prompts[start : start + args.batch_size]
+            for result in decoder.generate(batch, batch_size=args.batch_size, **settings):
+                _print_json(result)
+        return 0
+    for prompt in prompts:
+        streamer = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        result = decoder.generate(prompt, streamer=streamer, **settings)
+        tau = "no rounds" if result.tau is None else f"tau {result.tau:.2f}"
+        rate = f"{result.tokens_per_second:.1f} tokens/s"
+        print(f"[{len(result.token_ids)} tokens, {tau}, {rate}, {result.finish_reason}]", file=sys.stderr)
     return 0
+
+
+def _print_json(result: GenerationResult) -> None:
+    record = {
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "tau": result.tau,
+        "tokens_per_second": result.tokens_per_second,
+    }
+    print(json.dumps(record), flush=True)
 
 
 def _inspect(args: argparse.Namespace) -> int:

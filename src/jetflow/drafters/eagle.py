@@ -82,6 +82,13 @@ class EagleDrafter:
         # Features of the last position of each row.
         self._last = weight.new_zeros(batch_size, 1, weight.shape[1])
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Goes on with some rows of the batch."""
+        assert self._cache is not None, "reset comes before keep_rows"
+        self._cache.keep_rows(rows)
+        self._waiting.keep_rows(rows)
+        self._last = self._last[rows]
+
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
         """Takes newly committed tokens [B, T], `num_tokens` [B] per row, and their features [B, T, k * Ht]."""
         assert self._cache is not None, "reset comes before observe"
@@ -231,6 +238,10 @@ class _Waiting:
                 kept[row, old : old + new] = added[row, :new]
         self.tokens, self.features = grown
         self.counts = [old + new for old, new in zip(self.counts, counts, strict=True)]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.counts = [self.counts[row] for row in rows]
+        self.tokens, self.features = self.tokens[rows], self.features[rows]
 
     def take(self, root_tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Returns for each waiting position the token behind it [B, P] and its features; nothing waits afterwards."""

@@ -48,6 +48,10 @@ class MergedDrafter:
         """Hands the call on."""
         self._each("reset", batch_size)
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Hands the call on."""
+        self._each("keep_rows", rows)
+
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
         """Hands the call on."""
         self._each("observe", token_ids, features, num_tokens)

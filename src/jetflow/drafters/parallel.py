@@ -117,6 +117,14 @@ class ParallelDrafter:
             room = self._recorded.settings.max_tokens + self._head.config.block_size
             self._cache = self._head.new_cache(batch_size, room)
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Goes on with some rows of the batch."""
+        assert self._cache is not None, "reset comes before keep_rows"
+        self._cache.keep_rows(rows)
+        if self._recorded is not None:
+            # Recordings use the rows that were there before.
+            self._recorded.clear()
+
     @torch.no_grad()
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
         """Adds the features [B, T, H] of newly committed tokens, `num_tokens` [B] per row, to the head's context.

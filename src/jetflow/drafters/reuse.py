@@ -44,6 +44,13 @@ class ReusingDrafter:
         self._last = None
         self._hand_on("reset", batch_size)
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keeps the last trees of these rows, and hands the call on."""
+        if self._last is not None:
+            tree, lengths = self._last
+            self._last = (TokenTree.stack([tree.row(row) for row in rows]), [lengths[row] for row in rows])
+        self._hand_on("keep_rows", rows)
+
     def observe(self, token_ids: Tensor, features: Tensor, num_tokens: Tensor) -> None:
         """Hands the call on."""
         self._hand_on("observe", token_ids, features, num_tokens)

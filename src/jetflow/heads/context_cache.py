@@ -71,6 +71,11 @@ class HeadCache:
         finally:
             self._static = None
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drops all rows but the given ones, which then stand in the given order."""
+        self._storage = self._storage.index_select(2, torch.tensor(rows, device=self._storage.device))
+        self.lengths = [self.lengths[row] for row in rows]
+
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory."""
         self.lengths = [0] * len(self.lengths)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 PADDING_PARENT = -1
 
@@ -145,6 +146,37 @@ class TokenTree:
             self.scores[:, :num_nodes],
             self.num_nodes.clamp(max=num_nodes),
             None if self.laws is None else DraftLaws(self.laws.tokens[:, :num_nodes], self.laws.probs[:, :num_nodes]),
+        )
+
+    def row(self, row: int) -> TokenTree:
+        """Returns the tree of one row, a batch of one."""
+        one = slice(row, row + 1)
+        laws = None if self.laws is None else DraftLaws(self.laws.tokens[one], self.laws.probs[one])
+        return TokenTree(self.tokens[one], self.parents[one], self.depths[one], self.scores[one], self.num_nodes[one], laws)
+
+    def padded(self, num_nodes: int) -> TokenTree:
+        """Returns the trees with padding up to `num_nodes` nodes, or as they are where they are not narrower."""
+        spare = num_nodes - self.max_nodes
+        if spare <= 0:
+            return self
+        columns = zip((self.tokens, self.parents, self.depths, self.scores), (0, PADDING_PARENT, 0, float("-inf")), strict=True)
+        tokens, parents, depths, scores = (pad(column, (0, spare), value=filling) for column, filling in columns)
+        laws = None if self.laws is None else DraftLaws(*(pad(value, (0, 0, 0, spare)) for value in self.laws))
+        return TokenTree(tokens, parents, depths, scores, self.num_nodes, laws)
+
+    @classmethod
+    def stack(cls, trees: Sequence[TokenTree]) -> TokenTree:
+        """Returns the rows of several trees as one batch; all or none of them have laws, over equally many tokens."""
+        width = max(tree.max_nodes for tree in trees)
+        rows = [tree.padded(width) for tree in trees]
+        laws = [tree.laws for tree in rows if tree.laws is not None]
+        return cls(
+            torch.cat([tree.tokens for tree in rows]),
+            torch.cat([tree.parents for tree in rows]),
+            torch.cat([tree.depths for tree in rows]),
+            torch.cat([tree.scores for tree in rows]),
+            torch.cat([tree.num_nodes for tree in rows]),
+            DraftLaws(*map(torch.cat, zip(*laws, strict=True))) if laws else None,
         )
 
     def to(self, device: torch.device | str) -> TokenTree:
