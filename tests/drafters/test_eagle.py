@@ -15,13 +15,10 @@ from jetflow import (
     EagleHead,
     EagleHeadConfig,
     FixedShape,
-    GreedyAcceptor,
     RecursiveRejection,
     SpeculativeDecoder,
     Target,
-    TokenTree,
     TraversalVerification,
-    TreeVerifier,
 )
 
 PROMPT = [5, 9, 13, 21, 9, 13, 30, 44, 5, 9]
@@ -150,37 +147,6 @@ def test_every_architecture_takes_a_head(model):
     assert set(drafted) <= set(DRAFTED.tolist())
 
 
-def decode_batch(
-    target: Target, drafter: EagleDrafter, prompts: list[list[int]], num_tokens: int, budget: int
-) -> list[list[int]]:
-    """Greedy decoding of ragged prompts in one batch; rows that have enough go on until all have."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    verifier, acceptor = TreeVerifier(target, taps=drafter.taps), GreedyAcceptor()
-    logits, features = verifier.prefill(ids, lengths)
-    drafter.reset(len(prompts))
-    drafter.observe(ids, features, lengths)
-    bonus = acceptor(TokenTree.root_only(ids[:, -1]), logits).bonus
-    texts = [[*prompt, int(token)] for prompt, token in zip(prompts, bonus, strict=True)]
-    while any(len(text) - len(prompt) < num_tokens for text, prompt in zip(texts, prompts, strict=True)):
-        prefix_lens = torch.tensor([len(text) - 1 for text in texts])
-        tree = drafter.propose(DraftContext(torch.tensor([text[-1] for text in texts]), prefix_lens, texts, 9), budget)
-        logits, features = verifier.verify(tree)
-        acceptance = acceptor(tree, logits)
-        verifier.commit(acceptance)
-        committed = tree.tokens.gather(1, acceptance.path)
-        drafter.observe(
-            committed,
-            features.gather(1, acceptance.path[:, :, None].expand(-1, -1, features.shape[2])),
-            acceptance.num_accepted + 1,
-        )
-        for row, text in enumerate(texts):
-            text += [*committed[row, 1 : int(acceptance.num_accepted[row]) + 1].tolist(), int(acceptance.bonus[row])]
-    return [text[len(prompt) :][:num_tokens] for text, prompt in zip(texts, prompts, strict=True)]
-
-
 @pytest.mark.parametrize("draft_tokens", [None, DRAFTED], ids=["all", "some"])
 def test_a_batch_of_ragged_prompts_is_decoded_as_each_alone(draft_tokens):
     model = make_model("qwen3")
@@ -191,9 +157,9 @@ def test_a_batch_of_ragged_prompts_is_decoded_as_each_alone(draft_tokens):
         model.generate(torch.tensor([prompt]), max_new_tokens=18, min_new_tokens=18, do_sample=False)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-    verifier_texts = decode_batch(target, drafter, prompts, 18, budget=9)
-    for text, expected in zip(verifier_texts, plain, strict=True):
-        assert text == expected
+    decoder = SpeculativeDecoder(target, drafter, budget=9)
+    results = decoder.generate(prompts, batch_size=3, max_new_tokens=18, eos_token_id=[])
+    assert [one.token_ids for one in results] == plain
 
 
 @torch.no_grad()
