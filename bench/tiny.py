@@ -68,9 +68,13 @@ def with_table(readme: str, report: dict) -> str:
         f"{settings['num_prompts']} prompts, {settings['repeats']} repeats, {report['threads']} threads ({report['machine']}), "
         f"torch {versions['torch']}, transformers {versions['transformers']}.",
     ]
-    table = "\n".join(rows)
-    marked = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", flags=re.DOTALL)
-    return marked.sub(rf"\g<1>{table}\n\g<2>", readme)
+    return between_marks(readme, "results", "\n".join(rows))
+
+
+def between_marks(text: str, name: str, table: str) -> str:
+    """Returns `text` with a fresh table between its marks `<!-- NAME -->` and `<!-- /NAME -->`."""
+    marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)
+    return marked.sub(rf"\g<1>{table}\n\g<2>", text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Question: which method drafts best for the tiny target when all of them are trained alike, and which is fastest?
 
-    python -m bench.tiny_methods [--seeds 3] [--steps 300] [--pairwise]        (part of make bench-tiny)
+    python -m bench.tiny_methods [--seeds 3] [--steps 300] [--write-readme]        (part of make bench-tiny)
+    python -m bench.tiny_methods --pairwise
 
 Equal data (the target's own greedy answers), steps, batches and nearly equal parameters; tau over three seeds along the
 target's own texts, with 95 % intervals over seeds and prompts; then the speed of the first seed's heads, methods taking turns
-in one process, texts compared. Writes results/tiny_methods.json, and .md for the docs. --pairwise adds JetFlow heads with a
-correction, and heads of twice the steps. Heads that exist in runs/lab are not trained again; training all nine takes about 6
-minutes on two CPU cores.
+in one process, texts compared. Writes results/tiny_methods.json, and .md for the docs; --write-readme replaces the table in
+README.md, too. --pairwise compares the JetFlow head with one that has a correction, and both with heads of twice the steps, and
+writes results/tiny_pairwise.json and .md. Heads that exist in runs/lab are not trained again; training the nine of the first
+table takes about 6 minutes on two CPU cores.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "ablations"))
 
+from bench.tiny import between_marks
 from lab import ROOT, HeadSpec, Lab, Variant
 from report import Taus, figures
 
@@ -33,6 +36,7 @@ from jetflow.drafters.parallel import ParallelDrafter
 from jetflow.drafters.prompt_lookup import PromptLookupDrafter
 from jetflow.trees.expanders import Chain
 
+README, RESULTS = ROOT / "README.md", ROOT / "results"
 BUDGETS, CHAIN = (8, 16, 32, 64, 128), 16
 # DFlash with the position weights of its authors for blocks of 16.
 DFLASH = HeadSpec(causal=False, decay_rate=7.0)
@@ -42,15 +46,17 @@ def chain(head, target):
     return ParallelDrafter(head, target, Chain())
 
 
-VARIANTS = [
+JETFLOW = Variant("JetFlow", HeadSpec(), BUDGETS)
+METHODS = [
     Variant("DFlash, chain", DFLASH, (CHAIN,), build=chain),
     Variant("DFlash-T", DFLASH, BUDGETS),
-    Variant("JetFlow", HeadSpec(), BUDGETS),
+    JETFLOW,
     # Last, as it trains quickest: so two workers end together.
     Variant("EAGLE-3", HeadSpec(kind="eagle3"), BUDGETS, build=EagleDrafter),
 ]
 # With a correction by the token before, and both of twice the age.
 PAIRWISE = [
+    JETFLOW,
     Variant("JetFlow, pairwise", HeadSpec(correction="gated"), BUDGETS),
     Variant("JetFlow, 600 steps", HeadSpec(steps=600), BUDGETS),
     Variant("JetFlow, pairwise, 600 steps", HeadSpec(correction="gated", steps=600), BUDGETS),
@@ -85,10 +91,10 @@ def speeds(lab: Lab, variants: list[Variant], num_prompts: int) -> list[dict]:
 
 def markdown(report: dict) -> str:
     """The table of the docs: tau of every method and budget, and each method's best speedup."""
-    head = ["method", *(f"tau at {budget}" for budget in BUDGETS), "best speedup"]
+    head = ["method", *(f"tau at {budget}" for budget in BUDGETS), "tokens/s", "best speedup"]
     found = {(one["variant"], one["budget"]): one for one in report["tau"]}
     rows = [head, ["---"] * len(head)]
-    for name in ["prompt lookup", *dict.fromkeys(one["variant"] for one in report["tau"])]:
+    for name in ["plain", "prompt lookup", *dict.fromkeys(one["variant"] for one in report["tau"])]:
         cells = []
         for one in (found.get((name, budget)) for budget in BUDGETS):
             cells.append("-" if one is None else f"{one['tau']:.2f} ({one['interval'][0]:.2f} to {one['interval'][1]:.2f})")
@@ -96,7 +102,8 @@ def markdown(report: dict) -> str:
         best = max(mine, key=lambda one: one["speedup"])
         at = best["name"].removeprefix(name).replace(", budget", " at")
         low, high = best["speedup_interval"]
-        rows.append([name, *cells, f"{best['speedup']:.2f}x ({low:.2f} to {high:.2f}){at}"])
+        speedup = f"{best['speedup']:.2f}x" + (f" ({low:.2f} to {high:.2f}){at}" if name != "plain" else "")
+        rows.append([name, *cells, f"{best['tokens_per_second']:.0f}", speedup])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
@@ -105,10 +112,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--pairwise", action="store_true")
     args = parser.parse_args()
+    if args.pairwise and args.write_readme:
+        parser.error("--write-readme is for the table of the methods, without --pairwise")
     lab = Lab(str(ROOT / "models/tiny/target"), ROOT / "runs" / "lab", steps=args.steps)
-    variants = [*VARIANTS, *PAIRWISE] if args.pairwise else VARIANTS
+    variants, name = (PAIRWISE, "tiny_pairwise") if args.pairwise else (METHODS, "tiny_methods")
     taus = Taus(lab.run(variants, range(args.seeds), workers=2))
     table = Table(f"tau, {args.seeds} seeds", *map(str, BUDGETS))
     for one in variants:
@@ -130,8 +140,10 @@ def main() -> None:
         "tau": figures(taus),
         "speed": speeds(lab, variants, args.num_prompts),
     }
-    (ROOT / "results" / "tiny_methods.json").write_text(json.dumps(report, indent=1) + "\n")
-    (ROOT / "results" / "tiny_methods.md").write_text(markdown(report))
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(markdown(report))
+    if args.write_readme:
+        README.write_text(between_marks(README.read_text(), "methods", markdown(report).rstrip()))
 
 
 if __name__ == "__main__":

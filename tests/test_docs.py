@@ -5,6 +5,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from bench.figures import FOLDER, figures
 
 import jetflow
@@ -84,8 +85,11 @@ def test_the_benchmark_rewrites_only_its_own_part_of_the_readme(monkeypatch):
     assert "| a method | 2.50 | 10 | 1.50x | 3 of 3 |" in after
 
 
-def test_the_table_of_methods_is_that_of_the_results():
+@pytest.mark.parametrize("name", ["tiny_methods", "tiny_pairwise"])
+def test_tables_of_methods_are_those_of_the_results(name):
     from bench.tiny_methods import markdown
 
-    report = json.loads((ROOT / "results" / "tiny_methods.json").read_text())
-    assert (ROOT / "results" / "tiny_methods.md").read_text() == markdown(report)
+    table = markdown(json.loads((ROOT / "results" / f"{name}.json").read_text()))
+    assert (ROOT / "results" / f"{name}.md").read_text() == table
+    if name == "tiny_methods":
+        assert f"<!-- methods -->\n{table}<!-- /methods -->" in (ROOT / "README.md").read_text()

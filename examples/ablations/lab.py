@@ -55,6 +55,7 @@ LOSSES = {
     "jensen-shannon": losses.JensenShannon(),
     "total-variation": losses.TotalVariation(),
     "log-acceptance": losses.LogAcceptance(),
+    "tree-acceptance": losses.TreeAcceptance(16),
 }
 
 
