@@ -37,9 +37,9 @@ class TreeAcceptance:
     takes part in the gradient: what crowds the path out of the tree is pushed down. With temperature 0 the target's law is
     certain of the label, as in greedy text, and the sum has no variance at all.
 
-    Far from the threshold gradients vanish, so a new head needs another loss beside this one; see `MixedLoss`. Laws behind
-    other tokens than the labels are not known in training: for heads whose laws depend on the path, those behind the labels
-    stand for them in t.
+    Far from the threshold gradients vanish, so a new head learns more slowly from it than from the divergences; `MixedLoss`
+    puts another loss beside it. Laws behind other tokens than the labels are not known in training: for heads whose laws
+    depend on the path, those behind the labels stand for them in t.
 
     Args:
         budget: B, nodes of the tree, root included; at least 2.
