@@ -52,7 +52,7 @@ def make_lab(args: argparse.Namespace) -> Lab:
     if args.num_layers is not None:
         lab = replace(lab, num_layers=args.num_layers)
     if args.smoke:
-        lab = replace(lab, num_answers=32, num_heldout=3, max_new_tokens=8)
+        lab = replace(lab, num_answers=32, num_heldout=3, max_new_tokens=24)
     if args.quick:
         lab = replace(lab, num_answers=1000, num_heldout=20)
         # Whoever has changed a line of a loss or of a mask wants no head of before.
