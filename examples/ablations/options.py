@@ -52,6 +52,8 @@ def make_lab(args: argparse.Namespace) -> Lab:
     if args.num_layers is not None:
         lab = replace(lab, num_layers=args.num_layers)
     if args.smoke:
+        # Toy sizes gain nothing from threads, and stall on them where cores are shared.
+        torch.set_num_threads(1)
         lab = replace(lab, num_answers=32, num_heldout=3, max_new_tokens=24)
     if args.quick:
         lab = replace(lab, num_answers=1000, num_heldout=20)
