@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from jetflow.benchmark.accuracy import final_answer, passes_tests, same_answer
 from jetflow.benchmark.runner import BASELINE, read_records
