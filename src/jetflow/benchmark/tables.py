@@ -171,7 +171,15 @@ def markdown(figures: Sequence[Figures]) -> str:
 def console_table(figures: Sequence[Figures]) -> Table:
     """The same for a terminal of 80 columns: a group of rows for each benchmark, and one of means over them."""
     table = Table(
-        "method", "tau", "tokens/s", "speedup", "95 %", "texts equal", "peak GiB", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        Column("method", overflow="fold"),
+        "tau",
+        "tokens/s",
+        "speedup",
+        "95 %",
+        "texts equal",
+        "peak GiB",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     by_method: dict[str, list[Figures]] = {}
     for one in figures:
