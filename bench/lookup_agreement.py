@@ -9,13 +9,13 @@ Half a minute.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 import numpy as np
 
 from jetflow.drafters.prompt_lookup import CONFIDENCE, latest_matches
+from jetflow.jsonl import read_jsonl
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("answers", type=Path)
     parser.add_argument("--count", type=int, default=150)
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.answers.read_text().splitlines()]
+    rows = [row for _, row in read_jsonl(args.answers)]
     random.Random(0).shuffle(rows)
     longest = len(CONFIDENCE)
     counts, hits = np.zeros(longest + 1, dtype=int), np.zeros(longest + 1, dtype=int)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from jetflow.logprobs import log_probs_of
 from jetflow.protocols import Acceptance, BudgetPolicy, DraftContext, Drafter
@@ -66,11 +67,8 @@ class RunningBatch:
     def _prefill(self, emit: Callable[[list[int]], None]) -> None:
         """Commits the prompts; their first new tokens come through the acceptor and trees of the root alone."""
         rows = self._running
-        counts = [len(row.token_ids) for row in rows]
-        ids = torch.zeros(len(rows), max(counts), dtype=torch.int64)
-        for place, row in enumerate(rows):
-            ids[place, : counts[place]] = torch.tensor(row.token_ids)
-        ids, lengths = ids.to(self._target.device), torch.tensor(counts, device=self._target.device)
+        ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True).to(self._target.device)
+        lengths = torch.tensor([len(row.token_ids) for row in rows], device=self._target.device)
         logits, features = self._verifier.prefill(ids, lengths)
         if hasattr(self._drafter, "reset"):
             self._drafter.reset(len(rows))

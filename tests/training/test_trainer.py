@@ -1,7 +1,5 @@
 """The trainer: exact accumulation, several processes, precisions, and settings that do not fit."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from jetflow.training.optimizers import adamw
 from jetflow.training.settings import TrainSettings
 from jetflow.training.trainer import NonFiniteLossError
 
-SCRIPT = str(Path(__file__).with_name("small_run.py"))
 # Sums of a few thousand float32 terms in another order.
 ATOL = 1e-6
 
