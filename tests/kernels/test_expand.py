@@ -41,8 +41,7 @@ def marginals(batch, depth, width, seed, kind):
 def pairs(batch, depth, width, seed, kind):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 4 * width, (batch, depth, width), generator=generator)
-    table = random_laws((batch, depth - 1, width, width), seed + 1, kind)
-    return PairwiseSource(tokens, random_laws((batch, width), seed, kind), table)
+    return PairwiseSource(tokens, random_laws((batch, depth, width, width), seed + 1, kind))
 
 
 def grown(roots, source, budget):

@@ -15,9 +15,8 @@ def test_log_probs_are_those_of_the_whole_vocabulary():
 
 def test_pairwise_children_follow_their_parents_row():
     tokens = torch.tensor([[[4, 7], [1, 2]]])
-    first = torch.tensor([[0.3, 0.7]]).log()
-    table = torch.tensor([[[[0.9, 0.1], [0.2, 0.8]]]]).log()
-    source = PairwiseSource(tokens, first, table)
+    table = torch.tensor([[[[0.3, 0.7], [0.5, 0.5]], [[0.9, 0.1], [0.2, 0.8]]]]).log()
+    source = PairwiseSource(tokens, table)
     got, log_probs = source(1, Frontier(torch.tensor([[3]]), torch.zeros(1, 1).long(), torch.zeros(1, 1)))
     assert got.tolist() == [[[7, 4]]]
     got, log_probs = source(2, Frontier(torch.tensor([[7, 4]]), torch.zeros(1, 2).long(), torch.zeros(1, 2)))
@@ -53,10 +52,10 @@ def test_bad_arguments_are_refused():
         MarginalSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 4).double())
     with pytest.raises(ValueError, match="share one shape"):
         MarginalSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 3))
-    with pytest.raises(ValueError, match="log_probs"):
-        PairwiseSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 4), torch.zeros(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"log_probs \[B, D, K, K\], got \[1, 2, 4\] and \[1, 2, 4\]"):
+        PairwiseSource(torch.zeros(1, 2, 4).long(), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"tokens must be \[B, D, K\]"):
-        PairwiseSource(torch.zeros(2, 4).long(), torch.zeros(1, 4), torch.zeros(1, 2, 4, 4))
+        PairwiseSource(torch.zeros(2, 4).long(), torch.zeros(2, 4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

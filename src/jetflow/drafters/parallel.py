@@ -164,7 +164,7 @@ class ParallelDrafter:
             context.mark("draft")
             states = self._read(tree)
             if self._laws is not None and self._head.config.corrects_filled:
-                logits = self._laws.logits(states, tree.tokens)[1]
+                logits = self._laws.logits(states, tree.tokens)
             else:
                 logits = self._words.logits(states)
             context.mark("build")
@@ -187,15 +187,13 @@ class ParallelDrafter:
             gates, logits = self._replay(self._recorded, context.root_tokens, depth)
         context.mark("build")
         if self._laws is not None:
-            return self._laws.source(gates, logits, width)
+            return self._laws.source(context.root_tokens, gates, logits, width)
         return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
 
     def _run(self, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Gates [B, depth, *] of a correction, or states, and logits [B, depth, V]: level 1 corrected, its path is known."""
+        """What a correction reads of the states, [B, depth, *], or the states, and uncorrected logits [B, depth, V]."""
         states = self._draft(root_tokens, depth)
-        if self._laws is None:
-            return states, self._words.logits(states)
-        return self._laws.logits(states, root_tokens[:, None])
+        return states if self._laws is None else self._laws.gates(states), self._words.logits(states)
 
     def _replay(self, recorded: RecordedSteps, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The same from a recording, which is made when its bucket of prefix lengths is first used."""
@@ -223,7 +221,8 @@ class ParallelDrafter:
         block = root_tokens.new_full((len(root_tokens), size), config.mask_token_id)
         block[:, 0] = root_tokens
         hidden = self._head.draft(self._words.embed(block), self._cache, self._in_block_mask[:size, :size])
-        return hidden[:, first : first + depth]
+        # Rows that are not next to each other would be multiplied one by one.
+        return hidden[:, first : first + depth].contiguous()
 
     def _read(self, tree: TokenTree) -> Tensor:
         """One pass of the head over the nodes of a tree, each behind its own path: hidden states [B, N, H]."""

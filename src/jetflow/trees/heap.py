@@ -46,8 +46,8 @@ def best_from_heap(root_tokens: Tensor, tokens: Tensor, log_probs: Tensor, budge
     Args:
         root_tokens: int64 [B], on the CPU.
         tokens: int64 [B, D, K], candidates of each depth.
-        log_probs: float32 [B, D, R, K] without NaN; R is 1, or K: one law for each candidate of the depth before, of which
-            depth 1 has equal ones. A parent's law is that of the first candidate with its token; of equal tokens under a
+        log_probs: float32 [B, D, R, K] without NaN; R is 1, or K: one law for each candidate of the depth before. Of depth
+            1 the first counts. A parent's law is that of the first candidate with its token; of equal tokens under a
             parent the likeliest counts.
         budget: most nodes, root included, above D.
 
