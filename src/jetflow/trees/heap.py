@@ -9,6 +9,7 @@ Dimension key: B batch, D levels, R laws of a depth, K candidates of a law, N no
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +34,18 @@ class _Nodes(NamedTuple):
 
 
 class _Law(NamedTuple):
-    """Children of a parent, best first: tokens, float32 log-probabilities, and the law behind each."""
+    """Children of a parent, best first: places among the depth's candidates, and float32 log-probabilities."""
+
+    places: list[int]
+    log_probs: Any
+
+
+class _Depth(NamedTuple):
+    """Candidates of a depth: their tokens, the first place that holds the same token, and whether these are all others."""
 
     tokens: list[int]
-    log_probs: Any
-    laws: list[int]
+    firsts: Sequence[int]
+    unique: bool
 
 
 def best_from_heap(root_tokens: Tensor, tokens: Tensor, log_probs: Tensor, budget: int) -> TokenTree:
@@ -71,17 +79,17 @@ def best_from_heap(root_tokens: Tensor, tokens: Tensor, log_probs: Tensor, budge
 
 def _grow(root: int, tokens: Any, log_probs: Any, size: int, *, shared: bool) -> _Nodes:
     """One row: at most `size` nodes."""
-    depth, laws = len(tokens), _Laws(tokens, log_probs, shared)
+    depth, laws = len(tokens), _Laws(tokens, log_probs)
     nodes = _Nodes([root], [PADDING_PARENT], [0], [0.0])
-    # What each node offers: its children's law, and their scores.
-    offers: list[tuple[_Law, list[float]]] = []
+    # What each node offers: its children's places, and their scores.
+    offers: list[tuple[list[int], list[float]]] = []
     heap: list[tuple[float, int, int, int]] = []
 
     def offer(node: int, level: int, law: int) -> None:
         found = laws(level, law)
         # Rounded to float32 like sums of tensors. A child of rank r comes behind r others.
         scores = (found.log_probs[: size - node - 1] + np.float32(nodes.scores[node])).tolist()
-        offers.append((found, scores))
+        offers.append((found.places, scores))
         if scores and scores[0] > NEVER:
             heapq.heappush(heap, (-scores[0], level, node, 0))
 
@@ -89,48 +97,50 @@ def _grow(root: int, tokens: Any, log_probs: Any, size: int, *, shared: bool) ->
     while heap and len(nodes.tokens) < size:
         # Equal scores: lower depth, then lower parent, then lower rank.
         _, level, parent, rank = heapq.heappop(heap)
-        law, scores = offers[parent]
-        nodes.tokens.append(law.tokens[rank])
+        places, scores = offers[parent]
+        candidates = laws.depths[level - 1]
+        nodes.tokens.append(candidates.tokens[places[rank]])
         nodes.parents.append(parent)
         nodes.depths.append(level)
         nodes.scores.append(scores[rank])
         if rank + 1 < len(scores) and scores[rank + 1] > NEVER:
             heapq.heappush(heap, (-scores[rank + 1], level, parent, rank + 1))
         if level < depth:
-            offer(len(nodes.tokens) - 1, level + 1, 0 if shared else law.laws[rank])
+            offer(len(nodes.tokens) - 1, level + 1, 0 if shared else candidates.firsts[places[rank]])
         else:
-            offers.append((law, []))
+            offers.append(([], []))
     return nodes
 
 
 class _Laws:
     """Sorts the laws that are asked for, each once."""
 
-    def __init__(self, tokens: Any, log_probs: Any, shared: bool):
-        self._tokens, self._log_probs, self._shared = tokens, log_probs, shared
+    def __init__(self, tokens: Any, log_probs: Any):
+        self.depths: list[_Depth] = []
+        self._tokens = tokens
+        # Rounding may make the log-probability of a certain token more than 0.
+        self._log_probs = np.minimum(log_probs, 0)
         self._found: dict[tuple[int, int], _Law] = {}
-        self._first: dict[int, dict[int, int]] = {}
 
     def __call__(self, level: int, law: int) -> _Law:
+        if level > len(self.depths):
+            # Levels are reached one after the other.
+            self.depths.append(_candidates(self._tokens[level - 1].tolist()))
         if (level, law) not in self._found:
-            self._found[level, law] = self._sorted(level, law)
+            self._found[level, law] = self._sorted(self._log_probs[level - 1, law], self.depths[level - 1])
         return self._found[level, law]
 
-    def _sorted(self, level: int, law: int) -> _Law:
-        values = self._log_probs[level - 1, law]
+    def _sorted(self, values: Any, candidates: _Depth) -> _Law:
         order = np.argsort(-values, kind="stable")
-        tokens = self._tokens[level - 1][order]
-        names = tokens.tolist()
-        if len(set(names)) < len(names):
-            kept = np.sort(np.unique(tokens, return_index=True)[1])
-            order, names = order[kept], tokens[kept].tolist()
-        # Rounding may make the log-probability of a certain token more than 0.
-        return _Law(names, np.minimum(values[order], 0), [] if self._shared else self._columns(level, names))
+        if not candidates.unique:
+            # Of equal tokens the likeliest is left.
+            firsts = np.array(candidates.firsts)[order]
+            order = order[np.sort(np.unique(firsts, return_index=True)[1])]
+        return _Law(order.tolist(), values[order])
 
-    def _columns(self, level: int, names: list[int]) -> list[int]:
-        """Which law of the next depth stands behind each token: that of the first candidate which holds it."""
-        if level not in self._first:
-            places = list(enumerate(self._tokens[level - 1].tolist()))
-            self._first[level] = {token: place for place, token in reversed(places)}
-        first = self._first[level]
-        return [first[token] for token in names]
+
+def _candidates(tokens: list[int]) -> _Depth:
+    if len(set(tokens)) == len(tokens):
+        return _Depth(tokens, range(len(tokens)), True)
+    first = {token: place for place, token in reversed(list(enumerate(tokens)))}
+    return _Depth(tokens, [first[token] for token in tokens], False)
