@@ -38,8 +38,7 @@ def sources(rows: int) -> dict:
     logits = 3 * torch.randn(rows, DEPTH, VOCAB, generator=generator)
     added = torch.randn(rows, DEPTH, WIDTH, WIDTH, generator=generator)
     roots = torch.zeros(rows, dtype=torch.int64)
-    factors = added, torch.eye(WIDTH).expand_as(added)
-    pairwise = PairwiseSource.from_logits(roots, logits, WIDTH, lambda parents, children: factors)
+    pairwise = PairwiseSource.from_logits(roots, logits, WIDTH, lambda parents, children: added)
     return {"marginal": MarginalSource.from_logits(logits, WIDTH), "pairwise": pairwise}
 
 

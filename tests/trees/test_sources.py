@@ -24,6 +24,33 @@ def test_pairwise_children_follow_their_parents_row():
     torch.testing.assert_close(log_probs.exp(), torch.tensor([[[0.8, 0.2], [0.9, 0.1]]]))
 
 
+@pytest.mark.parametrize("added", [0.0, 0.5, 300.0, -300.0])
+@pytest.mark.parametrize("some", [True, False])
+def test_corrected_children_sum_to_at_most_one_however_large_the_correction(added, some):
+    logits = 4 * torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    logits[0, 1, 7] = 90.0
+    logits[1, 2, 1:] = -torch.inf
+
+    def additions(parents, candidates):
+        assert parents[:, 0].tolist() == [[3] * 8, [4] * 8]
+        assert torch.equal(parents[:, 1:], candidates[:, :-1])
+        return added * torch.eye(8)[0].expand(2, 3, 8, -1) if some else torch.full((2, 3, 8, 8), added)
+
+    law = PairwiseSource.from_logits(torch.tensor([3, 4]), logits, 8, additions).laws(3).log_probs
+    assert not law.isnan().any()
+    assert (law.exp().sum(-1) <= 1 + 1e-6).all()
+    if some and added == 300.0:
+        assert (law[..., 0].exp() > 0.99).all()
+    if some and added == -300.0:
+        # The last depth has one token alone, which stays certain.
+        assert (law[0, :, :, 0].exp() < 0.01).all()
+        assert (law[1, :2, :, 0].exp() < 0.01).all()
+        assert (law[1, 2, :, 0] == 0).all()
+    if added == 0.0:
+        plain = MarginalSource.from_logits(logits, 8).log_probs[:, :, None].expand_as(law)
+        torch.testing.assert_close(law, plain, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_without_a_law_are_refused(bad):
     logits = torch.zeros(1, 2, 4)

@@ -62,12 +62,12 @@ class ConditionalLaws:
         if correction.recurrent:
             return self._recurrent(gates, MarginalSource.from_logits(logits, width, token_ids=token_ids))
 
-        def factors(parents: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        def additions(parents: Tensor, candidates: Tensor) -> Tensor:
             mixed, _ = correction.mix(embedding(parents, self._read), gates[:, :, None])
-            return mixed, embedding(candidates, self._write)
+            return mixed @ embedding(candidates, self._write).mT
 
         return PairwiseSource.from_logits(
-            root_tokens, logits, width, factors, token_ids=token_ids, num_corrected=correction.num_candidates
+            root_tokens, logits, width, additions, token_ids=token_ids, num_corrected=correction.num_candidates
         )
 
     def _recurrent(self, gates: Tensor, plain: MarginalSource) -> RecurrentSource:

@@ -153,7 +153,7 @@ class PairwiseSource:
         root_tokens: Tensor,
         logits: Tensor,
         width: int,
-        factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        additions: Callable[[Tensor, Tensor], Tensor],
         *,
         token_ids: Tensor | None = None,
         num_corrected: int | None = None,
@@ -167,9 +167,8 @@ class PairwiseSource:
             root_tokens: int64 [B], the parents of depth 1.
             logits: float [B, D, V], level 1 first.
             width: candidates per depth; capped at V.
-            factors: given the parents, int64 [B, D, K], the candidates of the depth before or the root K times, and the
-                candidates, int64 [B, D, K], returns a vector for each of both, float [B, D, K, R]; their product is added to
-                the candidate's logit behind the parent.
+            additions: what is added to the logits of the candidates, int64 [B, D, K], behind each parent, int64 [B, D, K],
+                the candidates of the depth before, or the root K times; float [B, D, K (parent), K].
             token_ids: int64 [V], the token that each column stands for, where the logits are over a part of the vocabulary.
             num_corrected: correct the first so many candidates of a depth among themselves, so that they keep the mass that
                 they have together, and leave the others as they are; None corrects all of them against the other tokens.
@@ -180,8 +179,7 @@ class PairwiseSource:
         plain = MarginalSource.from_logits(logits, width, token_ids=token_ids)
         tokens, uncorrected = plain.tokens, plain.log_probs[:, :, None]
         parents = torch.cat([root_tokens[:, None, None].expand(-1, 1, tokens.shape[2]), tokens[:, :-1]], dim=1)
-        rows, columns = (one.float().flatten(0, 1) for one in factors(parents, tokens))
-        corrected = torch.baddbmm(uncorrected.flatten(0, 1), rows, columns.mT).unflatten(0, tokens.shape[:2])
+        corrected = uncorrected + additions(parents, tokens)
         if num_corrected is None:
             rest = rest_log_prob(uncorrected).expand(*corrected.shape[:-1], 1)
             return cls(tokens, torch.cat([corrected, rest], dim=-1).log_softmax(dim=-1)[..., :-1])
