@@ -59,10 +59,8 @@ class Language:
             return MarginalSource.from_logits(self.marginal, VOCAB, temperature=temperature)
         rounds = len(self.roots)
         tokens = torch.arange(VOCAB).expand(rounds, LEVELS, -1)
-        # All of depth 1 stand behind the root.
-        first = self.marginal[:, :1, None].expand(-1, -1, VOCAB, -1)
-        logits = torch.cat([first, self.pairs.expand(rounds, -1, -1, -1)], dim=1) / temperature
-        return PairwiseSource(tokens, logits.log_softmax(-1))
+        first = (self.marginal[:, 0] / temperature).log_softmax(-1)
+        return PairwiseSource(tokens, first, (self.pairs / temperature).log_softmax(-1).expand(rounds, -1, -1, -1))
 
 
 def trees(language: Language, source, budget: int, seed: int) -> dict:

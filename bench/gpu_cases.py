@@ -126,7 +126,7 @@ def check_expansion(device: str, smoke: bool) -> int:
         tokens = torch.rand(4, depth, 1000, device=device).argsort(-1)[..., :width]
         sources = [MarginalSource(tokens, laws[:, :, 0].sort(-1, descending=True).values)]
         if width <= 32:
-            sources.append(PairwiseSource(tokens, laws))
+            sources.append(PairwiseSource(tokens, laws[:, 0, 0], laws[:, 1:]))
         for source in sources:
             tables, roots = known_laws(source, depth).tables(), torch.arange(4, device=device)
             found, expected = expand_tree(roots, *tables, budget), expand_tree_reference(roots, *tables, budget)

@@ -36,9 +36,8 @@ def sources(rows: int) -> dict:
     """Laws as sharp as those of a head: the likeliest of 32 tokens has about half of the probability."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(rows, DEPTH, VOCAB, generator=generator)
-    added = torch.randn(rows, DEPTH, WIDTH, WIDTH, generator=generator)
-    roots = torch.zeros(rows, dtype=torch.int64)
-    pairwise = PairwiseSource.from_logits(roots, logits, WIDTH, lambda parents, children: added)
+    added = torch.randn(rows, DEPTH - 1, WIDTH, WIDTH, generator=generator)
+    pairwise = PairwiseSource.from_logits(logits, WIDTH, lambda parents, children: added)
     return {"marginal": MarginalSource.from_logits(logits, WIDTH), "pairwise": pairwise}
 
 

@@ -52,6 +52,7 @@ class RunningBatch:
         self._num_accepted: list[int] = []
         self._begin = time.perf_counter()
 
+    @torch.inference_mode()
     def run(self, emit: Callable[[list[int]], None], on_round: Callable[[Round], None] | None) -> None:
         """Runs every request to its end.
 

@@ -78,8 +78,10 @@ class TreeCache(Cache):
     ):
         super().__init__(layers=[TreeCacheLayer(self, index) for index in range(num_layers)])
         shape = (num_layers, 2, batch_size, num_kv_heads, max(capacity, MIN_CAPACITY), head_dim)
-        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil. Memory outlives a decode
+        # and its inference mode, so it is made and moved outside that.
+        with torch.inference_mode(False):
+            self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch_size
         self._last_slots: tuple[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
         self._static_slots: tuple[Tensor, Tensor] | None = None
@@ -93,6 +95,7 @@ class TreeCache(Cache):
         """Forgets all committed tokens and keeps the memory."""
         self.lengths = [0] * len(self.lengths)
 
+    @torch.inference_mode(False)
     def reserve(self, num_tokens: int) -> None:
         """Makes sure that every row has room for `num_tokens` tokens behind its committed ones."""
         needed = max(self.lengths) + num_tokens
@@ -152,6 +155,7 @@ class TreeCache(Cache):
             self._last_slots = (key, (rows, starts[:, None] + torch.arange(num_tokens, device=device)))
         return self._last_slots[1]
 
+    @torch.inference_mode(False)
     def keep_rows(self, rows: list[int]) -> None:
         """Drops all rows but the given ones, which then stand in the given order."""
         self._storage = self._storage.index_select(2, torch.tensor(rows, device=self._storage.device))

@@ -130,6 +130,8 @@ class SpeculativeDecoder:
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt, or several, `batch_size` at a time.
 
+        All of it runs under `torch.inference_mode`: parts of your own, processors and callbacks, too.
+
         Args:
             prompt: text, token ids, or a list of either. Text is tokenised as it is, special tokens added.
             max_new_tokens: most new tokens, 256 when absent; also capped by the positions that the target is made for.

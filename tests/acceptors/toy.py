@@ -31,9 +31,9 @@ class Toy:
         if not conditional:
             return MarginalSource.from_logits(self.draft_logits.expand(rounds, -1, -1), VOCAB)
         tokens = torch.arange(VOCAB).expand(rounds, LEVELS, -1)
-        # All of depth 1 stand behind the root.
-        logits = torch.cat([self.draft_logits[:, 0].expand(1, VOCAB, VOCAB), self.pair_logits])
-        return PairwiseSource(tokens, logits.log_softmax(-1).expand(rounds, -1, -1, -1))
+        first = self.draft_logits[0, 0].log_softmax(-1).expand(rounds, -1)
+        table = self.pair_logits.log_softmax(-1).expand(rounds, -1, -1, -1)
+        return PairwiseSource(tokens, first, table)
 
 
 def make_toy(seed=0, sharpness=1.5, noise=1.0):

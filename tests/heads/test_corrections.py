@@ -52,7 +52,7 @@ def drafter_behind_prompt(head, target, **options):
 
 
 def source_of(drafter, roots, width):
-    return drafter._laws.source(roots, *drafter._run(roots, DEPTH), width)
+    return drafter._laws.source(*drafter._laws.logits(drafter._draft(roots, DEPTH), roots[:, None]), width)
 
 
 @pytest.mark.parametrize("kind", KINDS)

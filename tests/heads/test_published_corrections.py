@@ -53,7 +53,8 @@ def drafter_of(case, target, expander=None, width=VOCAB):
 def laws_along(drafter, numbers, root):
     """The law, float [V], behind each prefix of the path of the public run."""
     path = numbers["path"]
-    source = drafter._laws.source(root, *drafter._run(root, len(path)), VOCAB)
+    states = drafter._draft(root, len(path))
+    source = drafter._laws.source(*drafter._laws.logits(states, root[:, None]), VOCAB)
     found = []
     for level, token in enumerate(path.tolist(), start=1):
         frontier = Frontier(torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1))

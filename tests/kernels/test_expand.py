@@ -41,7 +41,8 @@ def marginals(batch, depth, width, seed, kind):
 def pairs(batch, depth, width, seed, kind):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 4 * width, (batch, depth, width), generator=generator)
-    return PairwiseSource(tokens, random_laws((batch, depth, width, width), seed + 1, kind))
+    table = random_laws((batch, depth - 1, width, width), seed + 1, kind)
+    return PairwiseSource(tokens, random_laws((batch, width), seed, kind), table)
 
 
 def grown(roots, source, budget):

@@ -38,9 +38,10 @@ def marginal(seed, depth=4, vocab=5, batch=1, width=None, spread=2.0):
 def pairwise(seed, depth=4, vocab=4):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(depth)])[None]
-    table = (2 * torch.randn(1, depth, vocab, vocab, generator=generator)).log_softmax(-1)
-    source = PairwiseSource(tokens, table)
-    source.tables = (tokens[0].tolist(), table[0])
+    first = (2 * torch.randn(1, vocab, generator=generator)).log_softmax(-1)
+    table = (2 * torch.randn(1, depth - 1, vocab, vocab, generator=generator)).log_softmax(-1)
+    source = PairwiseSource(tokens, first, table)
+    source.tables = (tokens[0].tolist(), first[0], table[0])
     return source
 
 
@@ -50,10 +51,9 @@ def path_log_prob(source, path):
         rows = zip(source.tokens[0].tolist(), source.log_probs[0].tolist(), strict=True)
         tables = [dict(zip(tokens, log_probs, strict=True)) for tokens, log_probs in rows]
         return sum(tables[level][token] for level, token in enumerate(path))
-    tokens, table = source.tables
-    # Depth 1 has one parent, whose law is the first row.
-    index = [0, *(tokens[level].index(token) for level, token in enumerate(path))]
-    return sum(float(table[d, index[d], index[d + 1]]) for d in range(len(path)))
+    tokens, first, table = source.tables
+    index = [tokens[level].index(token) for level, token in enumerate(path)]
+    return float(first[index[0]]) + sum(float(table[d, index[d], index[d + 1]]) for d in range(len(path) - 1))
 
 
 def all_paths(source, vocab):

@@ -278,7 +278,8 @@ def test_nothing_is_read_back_from_the_device(expander, budget):
     roots = torch.zeros(2, dtype=torch.int64, device="meta")
     marginal = MarginalSource.from_logits(torch.empty(2, 6, 500, device="meta"), 5)
     tokens = torch.empty(2, 6, 5, dtype=torch.int64, device="meta")
-    for source in (marginal, PairwiseSource(tokens, torch.empty(2, 6, 5, 5, device="meta"))):
+    table = torch.empty(2, 5, 5, 5, device="meta")
+    for source in (marginal, PairwiseSource(tokens, torch.empty(2, 5, device="meta"), table)):
         tree = expander(roots, source, budget)
         assert tree.scores.device.type == "meta"
         assert tree.tokens.shape[1] <= budget

@@ -121,9 +121,9 @@ class EagleDrafter:
         if not any(counts):
             return
         self._head.extend_context(cache, self._embed(tokens), features, counts)
-        for row, count in enumerate(counts):
-            if count:
-                self._last[row, 0] = features[row, count - 1]
+        ends = torch.tensor(counts, device=features.device)[:, None, None]
+        found = features.gather(1, (ends - 1).clamp(min=0).expand(-1, -1, features.shape[2]))
+        self._last = torch.where(ends > 0, found, self._last)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of `tokens` int64 [...], the head's own or the target's."""

@@ -164,7 +164,7 @@ class ParallelDrafter:
             context.mark("draft")
             states = self._read(tree)
             if self._laws is not None and self._head.config.corrects_filled:
-                logits = self._laws.logits(states, tree.tokens)
+                logits = self._laws.logits(states, tree.tokens)[1]
             else:
                 logits = self._words.logits(states)
             context.mark("build")
@@ -187,13 +187,15 @@ class ParallelDrafter:
             gates, logits = self._replay(self._recorded, context.root_tokens, depth)
         context.mark("build")
         if self._laws is not None:
-            return self._laws.source(context.root_tokens, gates, logits, width)
+            return self._laws.source(gates, logits, width)
         return MarginalSource.from_logits(logits, width, token_ids=self._vocabulary)
 
     def _run(self, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """What a correction reads of the states, [B, depth, *], or the states, and uncorrected logits [B, depth, V]."""
+        """Gates [B, depth, *] of a correction, or states, and logits [B, depth, V]: level 1 corrected, its path is known."""
         states = self._draft(root_tokens, depth)
-        return states if self._laws is None else self._laws.gates(states), self._words.logits(states)
+        if self._laws is None:
+            return states, self._words.logits(states)
+        return self._laws.logits(states, root_tokens[:, None])
 
     def _replay(self, recorded: RecordedSteps, root_tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The same from a recording, which is made when its bucket of prefix lengths is first used."""

@@ -39,8 +39,10 @@ class HeadCache:
         capacity: int = MIN_CAPACITY,
     ):
         shape = (num_layers, 2, batch_size, num_kv_heads, max(capacity, MIN_CAPACITY), head_dim)
-        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil.
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        # Zeros, not empty: a masked slot still enters attention as 0 * value, which NaN would spoil. Memory outlives a decode
+        # and its inference mode, so it is made and moved outside that.
+        with torch.inference_mode(False):
+            self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * batch_size
         self._static: tuple[Tensor, int] | None = None
 
@@ -71,6 +73,7 @@ class HeadCache:
         finally:
             self._static = None
 
+    @torch.inference_mode(False)
     def keep_rows(self, rows: list[int]) -> None:
         """Drops all rows but the given ones, which then stand in the given order."""
         self._storage = self._storage.index_select(2, torch.tensor(rows, device=self._storage.device))
@@ -92,6 +95,7 @@ class HeadCache:
             self._storage[:, :, row, :, length : length + new] = keys_values[:, :, row, :, :new]
         self.lengths = [length + new for length, new in zip(self.lengths, num_tokens, strict=True)]
 
+    @torch.inference_mode(False)
     def reserve(self, num_tokens: int) -> None:
         """Makes sure that the longest row, and so each, has room for `num_tokens` more."""
         needed, capacity = max(self.lengths) + num_tokens, self._storage.shape[4]

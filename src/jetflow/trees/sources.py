@@ -27,7 +27,7 @@ class KnownLaws(NamedTuple):
     Attributes:
         tokens: int64 [B, D, K], candidates of each depth.
         log_probs: float32 [B, D, R, K], laws over them, in the order of the candidates; R is 1, or K: one law for each
-            candidate of the depth before. Of depth 1 the first counts.
+            candidate of the depth before, of which depth 1 has equal ones.
     """
 
     tokens: Tensor
@@ -125,32 +125,36 @@ class PairwiseSource:
 
     Args:
         tokens: int64 [B, D, K], candidates of each depth, each token once per depth.
-        log_probs: float32 [B, D, K, K]; entry (d, i, j) is the log-probability of candidate j of depth d + 1 after
-            candidate i of depth d. Depth 1 has one parent, the root, whose law is the first row.
+        first_log_probs: float32 [B, K], law of depth 1.
+        log_probs: float32 [B, D - 1, K, K]; entry (d, i, j) is the log-probability of candidate j of depth d + 2 after
+            candidate i of depth d + 1.
 
     Raises:
         ValueError: the shapes do not fit together, or a dtype is wrong.
 
     Example:
         >>> tokens = torch.tensor([[[4, 7], [1, 2]]])
-        >>> table = torch.tensor([[[[0.6, 0.4], [0.6, 0.4]], [[0.9, 0.1], [0.2, 0.8]]]])
-        >>> PairwiseSource(tokens, table.log()).max_depth
+        >>> first, table = torch.tensor([[0.6, 0.4]]), torch.tensor([[[[0.9, 0.1], [0.2, 0.8]]]])
+        >>> PairwiseSource(tokens, first.log(), table.log()).max_depth
         2
     """
 
-    def __init__(self, tokens: Tensor, log_probs: Tensor):
-        if tokens.dim() != 3 or log_probs.shape != (*tokens.shape, tokens.shape[2]):
+    def __init__(self, tokens: Tensor, first_log_probs: Tensor, log_probs: Tensor):
+        if tokens.dim() != 3:
+            raise ValueError(f"tokens must be [B, D, K], got {list(tokens.shape)}")
+        batch, depth, width = tokens.shape
+        if first_log_probs.shape != (batch, width) or log_probs.shape != (batch, depth - 1, width, width):
             raise ValueError(
-                f"tokens must be [B, D, K] and log_probs [B, D, K, K], got {list(tokens.shape)} and {list(log_probs.shape)}"
+                f"tokens {list(tokens.shape)} need first_log_probs {[batch, width]} and log_probs "
+                f"{[batch, depth - 1, width, width]}, got {list(first_log_probs.shape)} and {list(log_probs.shape)}"
             )
-        check_dtypes(tokens, log_probs)
-        self.max_depth = tokens.shape[1]
-        self._tokens, self._log_probs = tokens, log_probs
+        check_dtypes(tokens, first_log_probs, log_probs)
+        self.max_depth = depth
+        self._tokens, self._first, self._rest = tokens, first_log_probs, log_probs
 
     @classmethod
     def from_logits(
         cls,
-        root_tokens: Tensor,
         logits: Tensor,
         width: int,
         additions: Callable[[Tensor, Tensor], Tensor],
@@ -164,11 +168,10 @@ class PairwiseSource:
         correction gives if it leaves the others alone. So the children of a node have at most the probability 1.
 
         Args:
-            root_tokens: int64 [B], the parents of depth 1.
-            logits: float [B, D, V], level 1 first.
+            logits: float [B, D, V], level 1 first; those of level 1 are taken as corrected.
             width: candidates per depth; capped at V.
-            additions: what is added to the logits of the candidates, int64 [B, D, K], behind each parent, int64 [B, D, K],
-                the candidates of the depth before, or the root K times; float [B, D, K (parent), K].
+            additions: what is added to the logits of the candidates, int64 [B, D - 1, K] for depths 2 to D, behind each
+                parent, int64 [B, D - 1, K], the candidates of depths 1 to D - 1; float [B, D - 1, K (parent), K].
             token_ids: int64 [V], the token that each column stands for, where the logits are over a part of the vocabulary.
             num_corrected: correct the first so many candidates of a depth among themselves, so that they keep the mass that
                 they have together, and leave the others as they are; None corrects all of them against the other tokens.
@@ -177,29 +180,30 @@ class PairwiseSource:
             ValueError: as for `MarginalSource.from_logits`.
         """
         plain = MarginalSource.from_logits(logits, width, token_ids=token_ids)
-        tokens, uncorrected = plain.tokens, plain.log_probs[:, :, None]
-        parents = torch.cat([root_tokens[:, None, None].expand(-1, 1, tokens.shape[2]), tokens[:, :-1]], dim=1)
-        corrected = uncorrected + additions(parents, tokens)
+        tokens, log_probs = plain.tokens, plain.log_probs
+        uncorrected = log_probs[:, 1:, None]
+        corrected = uncorrected + additions(tokens[:, :-1], tokens[:, 1:]).float()
         if num_corrected is None:
             rest = rest_log_prob(uncorrected).expand(*corrected.shape[:-1], 1)
-            return cls(tokens, torch.cat([corrected, rest], dim=-1).log_softmax(dim=-1)[..., :-1])
+            return cls(tokens, log_probs[:, 0], torch.cat([corrected, rest], dim=-1).log_softmax(dim=-1)[..., :-1])
         first = corrected[..., :num_corrected].log_softmax(-1)
         first = first + uncorrected[..., :num_corrected].logsumexp(-1, keepdim=True)
         others = uncorrected[..., num_corrected:].expand(*first.shape[:-1], -1)
-        return cls(tokens, torch.cat([first, others], dim=-1))
+        return cls(tokens, log_probs[:, 0], torch.cat([first, others], dim=-1))
 
     def laws(self, levels: int) -> KnownLaws:
         """Returns the laws of the first `levels` depths, one for each candidate of the depth before."""
-        return KnownLaws(self._tokens[:, :levels], self._log_probs[:, :levels])
+        first = self._first[:, None, None].expand(-1, -1, self._first.shape[1], -1)
+        return KnownLaws(self._tokens[:, :levels], torch.cat([first, self._rest[:, : levels - 1]], dim=1))
 
     def __call__(self, level: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, F, K], best first for each parent."""
         if level == 1:
-            log_probs = self._log_probs[:, 0, :1]
+            log_probs = self._first[:, None]
         else:
             # A parent's candidate index is found by its token.
             index = (self._tokens[:, level - 2, None] == frontier.tokens[:, :, None]).int().argmax(dim=-1)
-            log_probs = self._log_probs[:, level - 1].gather(1, index[:, :, None].expand(-1, -1, self._tokens.shape[2]))
+            log_probs = self._rest[:, level - 2].gather(1, index[:, :, None].expand(-1, -1, self._tokens.shape[2]))
         # Only what is asked for is sorted.
         log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
         return self._tokens[:, level - 1, None].expand_as(order).gather(-1, order), log_probs
