@@ -128,7 +128,9 @@ class RecordedSteps:
             The recording's outputs, which its next replay overwrites.
         """
         if key not in self._steps:
-            static = tuple(one.clone() for one in inputs)
+            # They outlive a decode and its inference mode.
+            with torch.inference_mode(False):
+                static = tuple(one.clone() for one in inputs)
             self._steps[key] = (static, *self.settings.capture(lambda: function(*static)))
         static, replay, outputs = self._steps[key]
         for kept, given in zip(static, inputs, strict=True):

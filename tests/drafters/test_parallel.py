@@ -87,6 +87,20 @@ def test_context_cached_round_by_round_equals_one_pass():
     torch.testing.assert_close(after, drafter.draft_logits(root, 5), atol=1e-4, rtol=0)
 
 
+def test_parts_that_have_decoded_go_on_outside_a_decode():
+    """Their memory is that of ordinary tensors, though decoding runs under inference mode."""
+    target = Target(make_model("qwen3"))
+    drafter = ParallelDrafter(make_head(target), target)
+    decoder = SpeculativeDecoder(target, drafter, budget=4)
+    decoder.generate(PROMPT, max_new_tokens=8)
+    features, _ = target.features(torch.tensor([PROMPT]), drafter.taps)
+    drafter.observe(torch.tensor([PROMPT]), features, torch.tensor([len(PROMPT)]))
+    decoder._verifier.prefill(torch.tensor([PROMPT]), torch.tensor([len(PROMPT)]))
+    # A head that learns between two decodes has its gradients.
+    drafter._head.fc(features).sum().backward()
+    assert drafter._head.fc.weight.grad is not None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
