@@ -7,7 +7,7 @@ and with a gated one. These corrections end in zeros, so that all three draft th
 for 32 candidates of each depth. The heads take turns prompt by prompt. Prints the median milliseconds of a round's phases, and
 what each kind adds to drafting, pass and building of the tree together, in the median round: in milliseconds and as a share of
 the pass and of the round. Writes results/pairwise_source.json for the tiny pair. Half a minute for it.
-Expected: a fifth of a pass of the tiny head, 0.3 ms, and 2 % of a pass of SmolLM2's, as most of it is launches.
+Expected: a fifth of a pass of the tiny head, 0.3 ms, and a few percent of a pass of SmolLM2's, as most of it is launches.
 """
 
 import argparse
