@@ -116,10 +116,8 @@ class _Laws:
     """Sorts the laws that are asked for, each once."""
 
     def __init__(self, tokens: Any, log_probs: Any):
+        self._tokens, self._log_probs = tokens, log_probs
         self.depths: list[_Depth] = []
-        self._tokens = tokens
-        # Rounding may make the log-probability of a certain token more than 0.
-        self._log_probs = np.minimum(log_probs, 0)
         self._found: dict[tuple[int, int], _Law] = {}
 
     def __call__(self, level: int, law: int) -> _Law:
@@ -136,7 +134,8 @@ class _Laws:
             # Of equal tokens the likeliest is left.
             firsts = np.array(candidates.firsts)[order]
             order = order[np.sort(np.unique(firsts, return_index=True)[1])]
-        return _Law(order.tolist(), values[order])
+        # Rounding may make the log-probability of a certain token more than 0.
+        return _Law(order.tolist(), np.minimum(values[order], 0))
 
 
 def _candidates(tokens: list[int]) -> _Depth:
